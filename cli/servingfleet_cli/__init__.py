@@ -1,0 +1,1 @@
+"""The `servingfleet` command: for people who run a fleet, and for their scripts."""

@@ -1,0 +1,24 @@
+"""Builds the `servingfleet` command."""
+
+from __future__ import annotations
+
+import click
+
+from . import exits
+from .asking import explain, replicas, reuse, route
+from .checking import check_stream
+from .demo import demo
+from .verifying import verify_command
+
+
+@click.group(epilog=exits.HELP)
+@click.version_option(package_name="servingfleet")
+def main() -> None:
+    """Ask a fleet where prompts should go, and whether its predictions hold."""
+
+
+for command in (route, explain, reuse, replicas, check_stream, verify_command, demo):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

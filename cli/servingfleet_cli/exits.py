@@ -1,0 +1,62 @@
+"""Exit codes, the same for every command, and the errors that carry them."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+OK = 0
+NO = 1
+"""The answer is no: a prediction was wrong, a stream has faults, a request was rejected."""
+USAGE = 2
+"""The command line, or a file that it names, can't be used."""
+UNREACHABLE = 3
+"""The scheduler did not answer."""
+REFUSED = 4
+"""The scheduler refused the question: unknown model, bad field, no permission."""
+
+HELP = "Exit codes: 0 yes, 1 no, 2 wrong usage, 3 scheduler unreachable, 4 question refused."
+
+
+class Exit(click.ClickException):
+    """Ends the command with one line on stderr."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+def raise_for(error: grpc.RpcError, target: str) -> NoReturn:
+    """Turns a failed call into an exit that says who should act."""
+    call = error if isinstance(error, grpc.Call) else None
+    code = call.code() if call else grpc.StatusCode.UNKNOWN
+    said = (call.details() if call else None) or str(error)
+    details = list(_details(error))
+    if code is grpc.StatusCode.UNAVAILABLE and not details:
+        raise Exit(f"no scheduler answers at {target}: {said}", UNREACHABLE) from error
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        raise Exit(f"the scheduler at {target} did not answer in time", UNREACHABLE) from error
+    lines = [f"{code.name}: {said}", *details]
+    exit_code = NO if code is grpc.StatusCode.RESOURCE_EXHAUSTED else REFUSED
+    raise Exit("\n".join(lines), exit_code) from error
+
+
+def _details(error: grpc.RpcError) -> list[str]:
+    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
+    lines = []
+    for packed in status.details if status else ():
+        violations = error_details_pb2.BadRequest()
+        info = error_details_pb2.ErrorInfo()
+        retry = error_details_pb2.RetryInfo()
+        if packed.Unpack(violations):
+            lines += [f"  {v.field}: {v.description}" for v in violations.field_violations]
+        elif packed.Unpack(info):
+            facts = ", ".join(f"{key}={value}" for key, value in sorted(info.metadata.items()))
+            lines.append(f"  reason {info.reason}" + (f" ({facts})" if facts else ""))
+        elif packed.Unpack(retry):
+            lines.append(f"  try again in {retry.retry_delay.ToTimedelta().total_seconds():.2f} s")
+    return lines

@@ -1,0 +1,203 @@
+"""The Rust core: canonical hashing, the mirror of one rank, the prefix index. No I/O, no clock.
+
+Hashes travel packed: consecutive little-endian unsigned 64-bit integers in bytes. Tokens travel as consecutive
+little-endian unsigned 32-bit integers. Malformed arguments raise ValueError, and change nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Self, final
+
+__all__ = [
+    "HASH_VERSION",
+    "Delta",
+    "Index",
+    "Match",
+    "Mirror",
+    "Profile",
+    "Rejected",
+    "block_hashes",
+    "namespace_root",
+]
+
+HASH_VERSION: Final[str]
+"""Name of the canonical hash recipe, "sf1" (docs/protocol.md)."""
+
+class Rejected(ValueError):
+    """An event that the mirror can't take. `args` is (reason, detail): the reason is a bounded word for counters."""
+
+def namespace_root(model: str, adapter: str = "", cache_salt: str = "", pairs: bool = False) -> int:
+    """Hash before the first block: everything that keeps prompts with equal tokens apart."""
+
+def block_hashes(
+    root: int,
+    tokens: bytes,
+    block_tokens: int,
+    media: Sequence[tuple[int, bytes]] = (),
+    pairs: bool = False,
+) -> bytes:
+    """Packed hashes of the full blocks of a prompt.
+
+    `media` holds (index of the item's first token, key), ascending; a key enters the block where its item starts.
+    With `pairs`, block i covers the pairs that start in it and needs one token more.
+    """
+
+@final
+class Delta:
+    """A change of absolute presence. `op`: 1 hold, 2 drop, 3 clear; `confidence`: 1 confirmed, 2 upper."""
+
+    @property
+    def op(self) -> int: ...
+    @property
+    def lane(self) -> int: ...
+    @property
+    def confidence(self) -> int: ...
+    @property
+    def parent(self) -> int:
+        """Canonical hash of the block before the first; 0: root or unknown."""
+    @property
+    def hashes(self) -> bytes: ...
+
+@final
+class Mirror:
+    """What one rank of one engine holds now, by engine hash, placed in the canonical tree.
+
+    Residency is kept by (lane, engine hash) and placement by engine hash alone, so that an event may name a block
+    before or after its place is known. A block of unknown place is an orphan: held, not announced, until its parent
+    is placed. Engine hashes are 8 or 32 bytes wide, packed; they never leave the mirror.
+    """
+
+    def __new__(
+        cls,
+        model: str,
+        block_tokens: int,
+        *,
+        max_units: int = 4_000_000,
+        max_orphans: int = 10_000,
+        orphan_ttl_s: float = 5.0,
+        pairs: bool = False,
+    ) -> Self:
+        """`max_units` bounds engine blocks known (held or only placed); least recently used places go first, and
+        beyond that new blocks are rejected as `mirror_full`. `max_orphans` bounds engine blocks that wait."""
+    def add_lane(self, lane: int, *, multiset: bool) -> None:
+        """`multiset`: each store adds a copy and each removal takes one (vLLM); else presence is a flag (SGLang).
+
+        A store of a multiset lane that starts at the root and names blocks that are already held is ambiguous for
+        those blocks (another copy, or only a report of a hit): such a copy counts as UPPER, never as confirmed."""
+    def stored(
+        self,
+        lane: int,
+        hashes: bytes,
+        width: int,
+        parent: bytes | None,
+        tokens: bytes,
+        unit_tokens: int,
+        now: float,
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+        media: Sequence[tuple[int, bytes]] = (),
+        opaque: bool = False,
+    ) -> list[Delta]:
+        """Blocks stored, consecutive after `parent` (None: the root, under `adapter` and `cache_salt`).
+
+        `tokens` holds len(hashes)/width * unit_tokens ids (one more with `pairs`), or none for a placeholder whose
+        hashes must be placed already (or become orphans without tokens). `media` is relative to the first token.
+        `opaque`: keys that nobody else can compute: held and counted, never matched.
+        Raises Rejected: no_hashes, token_count, unit_size (neither multiple nor divisor of the canonical block),
+        self_parent, duplicate_in_event, hash_conflict (same engine hash, other place), mirror_full.
+        """
+    def removed(self, lane: int, hashes: bytes, width: int) -> list[Delta]:
+        """Copies removed. A hash that is not held is counted (`removed_unknown`), the others still apply."""
+    def cleared(self, lanes: Sequence[int]) -> list[Delta]:
+        """Nothing is held in these lanes. Places stay: a later event may name them."""
+    def suspect(self, lanes: Sequence[int]) -> list[Delta]:
+        """What these lanes hold counts as UPPER from now on, until it is stored again."""
+    def reset(self) -> None:
+        """A new engine life: holdings, places and orphans are gone."""
+    def expire(self, now: float) -> int:
+        """Drops orphans older than the time-to-live; returns how many blocks were dropped."""
+    def begin_snapshot(self) -> int:
+        """Starts a snapshot, shallow blocks first; returns its number."""
+    def next_snapshot(self, snapshot: int, max_hashes: int) -> list[Delta]:
+        """The next part, read from the mirror now; an empty list ends and forgets the snapshot."""
+    def end_snapshot(self, snapshot: int) -> None:
+        """Forgets a snapshot that will not be finished. Unknown numbers are fine."""
+    def holdings(self, lane: int, confidence: int) -> bytes:
+        """Packed canonical hashes held with this confidence, ascending; opaque ones left out."""
+    def counts(self) -> dict[str, int]:
+        """Sizes now (units_held, units_placed, orphans, opaque_units, ambiguous_copies, memory_bytes) and totals
+        (removed_unknown, orphans_expired, orphans_dropped, places_evicted, clears)."""
+
+@final
+class Profile:
+    """How to read a replica's holdings (protos: Profile)."""
+
+    def __new__(
+        cls,
+        lanes: Sequence[tuple[int, int, int, int, int, int, bool]],
+        tiers: Sequence[tuple[int, bool, int, bool]],
+    ) -> Self:
+        """Lanes: (lane, tier, state class, group, window_tokens, unit_tokens, upper_in_predicted), numbers as in the
+        protocol's enums. Tiers: (tier, cap is the whole prompt, less_units, extends). A tier without a rule caps at
+        prompt - 1, takes nothing off and extends. Raises ValueError for a unit that neither divides nor is divided
+        by the canonical block (checked against the index that uses it), unknown enum numbers, lane numbers >= 64."""
+
+@final
+class Match:
+    """What one rank is expected to reuse of a prompt, in tokens."""
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def lower(self) -> int: ...
+    @property
+    def predicted(self) -> int: ...
+    @property
+    def upper(self) -> int: ...
+    @property
+    def tiers(self) -> tuple[int, int, int, int]:
+        """`predicted`, split: gpu, host, disk, shared."""
+    @property
+    def credited(self) -> int:
+        """Part of `predicted` that rests on credits or UPPER blocks: predicted minus what confirmed blocks give."""
+
+@final
+class Index:
+    """Which replica and rank holds which canonical block, in which lane, for one model."""
+
+    def __new__(cls, block_tokens: int, *, max_entries: int = 100_000_000) -> Self:
+        """`max_entries` bounds (holder, block) pairs. Beyond it the runs touched longest ago go, counted in
+        `counts()["evicted"]`, and the ranks that held them become incomplete (their `upper` opens)."""
+    def add_replica(self, profile: Profile) -> int: ...
+    def set_profile(self, replica: int, profile: Profile) -> None: ...
+    def remove_replica(self, replica: int) -> None:
+        """Holdings, ranks and credits of the replica are gone. Unknown numbers raise KeyError, here and below."""
+    def set_rank(self, replica: int, rank: int, *, trusted: bool, complete: bool) -> None:
+        """Adds or updates a rank. Not `trusted`: its holdings and credits leave lower and predicted.
+        Not trusted or not `complete`: its upper is whatever the engine could report at most."""
+    def hold(self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: bytes) -> int:
+        """Returns how many blocks were not held with this confidence before. Ends credits block by block.
+        An undeclared lane or rank raises KeyError."""
+    def drop(self, replica: int, rank: int, lane: int, hashes: bytes) -> int:
+        """Returns how many blocks were held."""
+    def clear(self, replica: int, rank: int, lane: int | None = None) -> int:
+        """Drops a lane, or all lanes, of a rank. Returns how many blocks were held."""
+    def open_credit(self, decision: str, replica: int, rank: int, hashes: bytes, prompt_tokens: int) -> bool:
+        """The prompt's blocks will be there soon (attention lanes: all; window and recurrent lanes: those that end
+        before the last token). False: a credit of that name is open already."""
+    def close_credit(self, decision: str) -> bool: ...
+    def close_credits(self, replica: int, rank: int) -> int:
+        """Ends every credit of a rank (a new incarnation)."""
+    def match(self, hashes: bytes, prompt_tokens: int, *, no_reuse: bool = False) -> list[Match]:
+        """One entry per known rank, by (replica, rank). `no_reuse`: the request can reuse nothing (all zero).
+        Raises ValueError if the prompt has fewer tokens than its hashes cover."""
+    def held(self, replica: int, rank: int) -> list[tuple[int, int]]:
+        """(lane, blocks held with either confidence), ascending."""
+    def holdings(self, replica: int, rank: int, lane: int, confidence: int) -> bytes:
+        """Packed hashes held, ascending. For tests and checks: it walks the whole index."""
+    def credits(self, replica: int, rank: int) -> int:
+        """Credits open on the rank."""
+    def counts(self) -> dict[str, int]:
+        """entries, blocks, runs, credits, memory_bytes, evicted."""

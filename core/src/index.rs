@@ -1,0 +1,614 @@
+//! The prefix index of one model: replicas, ranks, lanes and credits over the tree, and the answer to a prompt.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::bits;
+use crate::credits::Credits;
+use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS, View};
+use crate::tree::{Found, Holder, Tree};
+
+/// Event seen, sequence unbroken.
+pub const CONFIRMED: u8 = 1;
+/// The engine may hold it.
+pub const UPPER: u8 = 2;
+
+const NO_RANK: u32 = u32::MAX;
+
+/// Why a call was refused; it changed nothing.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// A replica, rank or lane that was never declared.
+    Unknown(String),
+    /// An argument that can't be.
+    Invalid(String),
+}
+
+struct Rank {
+    replica: u32,
+    rank: u32,
+    trusted: bool,
+    complete: bool,
+    /// Holdings were evicted: not complete until cleared and sent again.
+    lossy: bool,
+    credits: u32,
+    /// By lane number: holders of confirmed and of UPPER blocks.
+    lanes: BTreeMap<u8, [Holder; 2]>,
+    /// In the order of the plan's lanes, for `match`.
+    in_plan: Vec<Option<[Holder; 2]>>,
+}
+
+struct Replica {
+    profile: Profile,
+    plan: Arc<Plan>,
+}
+
+/// What one rank is expected to reuse of a prompt, in tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Match {
+    /// Number from `add_replica`.
+    pub replica: u32,
+    /// Data-parallel rank.
+    pub rank: u32,
+    /// By confirmed blocks alone.
+    pub lower: u64,
+    /// With credits, and UPPER blocks where they count.
+    pub predicted: u64,
+    /// With everything possible.
+    pub upper: u64,
+    /// `predicted`, split.
+    pub tiers: [u64; TIERS],
+    /// What `predicted` owes to credits and UPPER blocks.
+    pub credited: u64,
+}
+
+/// Sizes.
+pub struct Counts {
+    /// (holder, block) pairs.
+    pub entries: u64,
+    /// Blocks that somebody holds.
+    pub blocks: usize,
+    /// Runs in use.
+    pub runs: usize,
+    /// Open credits.
+    pub credits: usize,
+    /// Heap bytes.
+    pub memory_bytes: usize,
+    /// Pairs evicted, ever.
+    pub evicted: u64,
+}
+
+#[derive(Default)]
+struct CreditBits {
+    attention: Vec<u64>,
+    state: Vec<u64>,
+}
+
+/// Which replica and rank holds which block, in which lane.
+pub struct Index {
+    block_tokens: u32,
+    max_entries: u64,
+    tree: Tree,
+    credits: Credits,
+    replicas: BTreeMap<u32, Replica>,
+    next_replica: u32,
+    /// (replica, rank) to slot, in the order of answers.
+    slots: BTreeMap<(u32, u32), u32>,
+    ranks: Vec<Rank>,
+    free_ranks: Vec<u32>,
+    free_holders: Vec<Holder>,
+    /// By holder: its rank's slot.
+    holder_rank: Vec<u32>,
+    evicted: u64,
+    found: Found,
+    credit_bits: Vec<CreditBits>,
+}
+
+impl Index {
+    /// An empty index.
+    pub fn new(block_tokens: u32, max_entries: u64) -> Index {
+        Index {
+            block_tokens,
+            max_entries,
+            tree: Tree::default(),
+            credits: Credits::default(),
+            replicas: BTreeMap::new(),
+            next_replica: 0,
+            slots: BTreeMap::new(),
+            ranks: Vec::new(),
+            free_ranks: Vec::new(),
+            free_holders: Vec::new(),
+            holder_rank: Vec::new(),
+            evicted: 0,
+            found: Found::default(),
+            credit_bits: Vec::new(),
+        }
+    }
+
+    /// A new replica; its number is never reused.
+    pub fn add_replica(&mut self, profile: &Profile) -> Result<u32, Refusal> {
+        let plan = Plan::new(profile, self.block_tokens).map_err(Refusal::Invalid)?;
+        let number = self.next_replica;
+        self.next_replica += 1;
+        self.replicas.insert(
+            number,
+            Replica {
+                profile: profile.clone(),
+                plan: Arc::new(plan),
+            },
+        );
+        Ok(number)
+    }
+
+    /// Replaces how a replica is read. Holdings of lanes that are gone are gone.
+    pub fn set_profile(&mut self, replica: u32, profile: &Profile) -> Result<(), Refusal> {
+        self.replica(replica)?;
+        let plan = Arc::new(Plan::new(profile, self.block_tokens).map_err(Refusal::Invalid)?);
+        for slot in self.slots_of(replica) {
+            let lanes = std::mem::take(&mut self.ranks[slot as usize].lanes);
+            for (lane, holders) in lanes {
+                if profile.lanes.iter().any(|declared| declared.number == lane) {
+                    self.ranks[slot as usize].lanes.insert(lane, holders);
+                } else {
+                    self.retire(holders);
+                }
+            }
+            self.arrange(slot, &plan);
+        }
+        self.replicas.insert(
+            replica,
+            Replica {
+                profile: profile.clone(),
+                plan,
+            },
+        );
+        Ok(())
+    }
+
+    /// Forgets a replica with its ranks, holdings and credits.
+    pub fn remove_replica(&mut self, replica: u32) -> Result<(), Refusal> {
+        self.replica(replica)?;
+        for slot in self.slots_of(replica) {
+            self.credits.close_rank(slot);
+            let lanes = std::mem::take(&mut self.ranks[slot as usize].lanes);
+            for holders in lanes.into_values() {
+                self.retire(holders);
+            }
+            self.ranks[slot as usize].in_plan.clear();
+            self.free_ranks.push(slot);
+        }
+        self.slots.retain(|(of, _), _| *of != replica);
+        self.replicas.remove(&replica);
+        Ok(())
+    }
+
+    /// Adds or updates a rank.
+    pub fn set_rank(
+        &mut self,
+        replica: u32,
+        rank: u32,
+        trusted: bool,
+        complete: bool,
+    ) -> Result<(), Refusal> {
+        let plan = Arc::clone(&self.replica(replica)?.plan);
+        if let Some(&slot) = self.slots.get(&(replica, rank)) {
+            let known = &mut self.ranks[slot as usize];
+            known.trusted = trusted;
+            known.complete = complete;
+            return Ok(());
+        }
+        let new = Rank {
+            replica,
+            rank,
+            trusted,
+            complete,
+            lossy: false,
+            credits: 0,
+            lanes: BTreeMap::new(),
+            in_plan: Vec::new(),
+        };
+        let slot = match self.free_ranks.pop() {
+            Some(slot) => {
+                self.ranks[slot as usize] = new;
+                slot
+            }
+            None => {
+                self.ranks.push(new);
+                (self.ranks.len() - 1) as u32
+            }
+        };
+        self.slots.insert((replica, rank), slot);
+        self.arrange(slot, &plan);
+        Ok(())
+    }
+
+    /// Returns how many blocks were not held with this confidence before.
+    pub fn hold(
+        &mut self,
+        replica: u32,
+        rank: u32,
+        lane: u32,
+        confidence: u8,
+        parent: u64,
+        hashes: &[u64],
+    ) -> Result<u64, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        let number = self.lane(replica, lane)?;
+        if confidence != CONFIRMED && confidence != UPPER {
+            return Err(Refusal::Invalid(format!(
+                "confidence {confidence}; known: 1 (confirmed), 2 (upper)"
+            )));
+        }
+        if hashes.contains(&0) {
+            return Err(Refusal::Invalid("hash 0 is no block".to_owned()));
+        }
+        if self.tree.is_full() {
+            self.evict(self.tree.entries() / 64 * 63);
+        }
+        let holders = self.holders(slot, number);
+        let (holder, instead) = match confidence {
+            CONFIRMED => (holders[0], holders[1]),
+            _ => (holders[1], holders[0]),
+        };
+        let new = self.tree.hold(holder, instead, parent, hashes);
+        if self.ranks[slot as usize].credits > 0 && self.ends_credits(replica, number, confidence) {
+            for &hash in hashes {
+                self.credits.supersede(slot, hash);
+            }
+        }
+        if self.tree.entries() > self.max_entries {
+            // Some more than needed, so that a full index doesn't look for the oldest runs at every event.
+            self.evict(self.max_entries - self.max_entries / 64);
+        }
+        Ok(new)
+    }
+
+    /// Returns how many blocks were held.
+    pub fn drop(
+        &mut self,
+        replica: u32,
+        rank: u32,
+        lane: u32,
+        hashes: &[u64],
+    ) -> Result<u64, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        let number = self.lane(replica, lane)?;
+        let holders = self.ranks[slot as usize].lanes.get(&number).copied();
+        Ok(holders.map_or(0, |holders| self.tree.drop(holders, hashes)))
+    }
+
+    /// Drops a lane or all lanes of a rank; returns how many blocks were held.
+    pub fn clear(&mut self, replica: u32, rank: u32, lane: Option<u32>) -> Result<u64, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        let only = lane.map(|lane| self.lane(replica, lane)).transpose()?;
+        if only.is_none() {
+            self.ranks[slot as usize].lossy = false;
+        }
+        let lanes = self.ranks[slot as usize].lanes.iter();
+        let holders: Vec<Holder> = lanes
+            .filter(|(number, _)| only.is_none_or(|only| only == **number))
+            .flat_map(|(_, holders)| *holders)
+            .collect();
+        Ok(holders
+            .into_iter()
+            .map(|holder| self.tree.clear(holder))
+            .sum())
+    }
+
+    /// False: a credit of that name is open already.
+    pub fn open_credit(
+        &mut self,
+        decision: &str,
+        replica: u32,
+        rank: u32,
+        hashes: Vec<u64>,
+        prompt: u64,
+    ) -> Result<bool, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        self.covered(prompt, hashes.len())?;
+        // Window and recurrent states are kept only where a next request could resume: before the last token.
+        let state_blocks = prompt.saturating_sub(1) / u64::from(self.block_tokens);
+        let opened = self
+            .credits
+            .open(decision, slot, hashes, state_blocks as usize);
+        self.ranks[slot as usize].credits += u32::from(opened);
+        Ok(opened)
+    }
+
+    /// False: no credit of that name is open.
+    pub fn close_credit(&mut self, decision: &str) -> bool {
+        let slot = self.credits.close(decision);
+        if let Some(slot) = slot {
+            self.ranks[slot as usize].credits -= 1;
+        }
+        slot.is_some()
+    }
+
+    /// Ends every credit of a rank; returns how many.
+    pub fn close_credits(&mut self, replica: u32, rank: u32) -> Result<usize, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        self.ranks[slot as usize].credits = 0;
+        Ok(self.credits.close_rank(slot))
+    }
+
+    /// Credits open on a rank.
+    pub fn credits(&self, replica: u32, rank: u32) -> Result<u32, Refusal> {
+        Ok(self.ranks[self.slot(replica, rank)? as usize].credits)
+    }
+
+    /// What every known rank is expected to reuse, by (replica, rank).
+    pub fn find(
+        &mut self,
+        hashes: &[u64],
+        prompt: u64,
+        no_reuse: bool,
+    ) -> Result<Vec<Match>, Refusal> {
+        self.covered(prompt, hashes.len())?;
+        if no_reuse {
+            let zero = |&(replica, rank): &(u32, u32)| Match {
+                replica,
+                rank,
+                ..Match::default()
+            };
+            return Ok(self.slots.keys().map(zero).collect());
+        }
+        self.read_credits(hashes);
+        let passes_gaps = self
+            .replicas
+            .values()
+            .any(|replica| replica.plan.passes_gaps);
+        let credits = &self.credits;
+        self.tree.walk(hashes, &mut self.found, |at| {
+            passes_gaps || credits.covers(hashes[at]).is_some()
+        });
+        let mut held = Vec::new();
+        let mut matches = Vec::with_capacity(self.slots.len());
+        for &slot in self.slots.values() {
+            let rank = &self.ranks[slot as usize];
+            let Some(replica) = self.replicas.get(&rank.replica) else {
+                continue;
+            };
+            held.clear();
+            held.extend(rank.in_plan.iter().map(|holders| match holders {
+                Some([confirmed, upper]) => Held {
+                    confirmed: self.found.of(*confirmed),
+                    upper: self.found.of(*upper),
+                },
+                None => Held::default(),
+            }));
+            let credited = match self.credit_bits.get(slot as usize) {
+                Some(bits) => Credited {
+                    attention: &bits.attention,
+                    state: &bits.state,
+                },
+                None => Credited::default(),
+            };
+            let blocks = hashes.len() as u64;
+            let question = Question {
+                plan: &replica.plan,
+                prompt,
+                blocks,
+                held: &held,
+                credited,
+            };
+            matches.push(rank.answer(&question));
+        }
+        Ok(matches)
+    }
+
+    /// (lane, blocks held with either confidence), ascending.
+    pub fn held(&self, replica: u32, rank: u32) -> Result<Vec<(u8, u64)>, Refusal> {
+        let rank = &self.ranks[self.slot(replica, rank)? as usize];
+        let lanes = rank.lanes.iter();
+        let count =
+            |holders: &[Holder; 2]| holders.iter().map(|&holder| self.tree.held(holder)).sum();
+        Ok(lanes
+            .map(|(lane, holders)| (*lane, count(holders)))
+            .filter(|(_, held)| *held > 0)
+            .collect())
+    }
+
+    /// Hashes held, ascending.
+    pub fn holdings(
+        &self,
+        replica: u32,
+        rank: u32,
+        lane: u32,
+        confidence: u8,
+    ) -> Result<Vec<u64>, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        let number = self.lane(replica, lane)?;
+        let at = match confidence {
+            CONFIRMED => 0,
+            UPPER => 1,
+            _ => {
+                return Err(Refusal::Invalid(format!(
+                    "confidence {confidence}; known: 1 (confirmed), 2 (upper)"
+                )));
+            }
+        };
+        let holders = self.ranks[slot as usize].lanes.get(&number);
+        let mut hashes = holders.map_or_else(Vec::new, |holders| self.tree.holdings(holders[at]));
+        hashes.sort_unstable();
+        Ok(hashes)
+    }
+
+    /// Sizes.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            entries: self.tree.entries(),
+            blocks: self.tree.blocks(),
+            runs: self.tree.runs(),
+            credits: self.credits.len(),
+            memory_bytes: self.tree.memory_bytes() + self.credits.memory_bytes(),
+            evicted: self.evicted,
+        }
+    }
+
+    fn replica(&self, replica: u32) -> Result<&Replica, Refusal> {
+        self.replicas
+            .get(&replica)
+            .ok_or_else(|| Refusal::Unknown(format!("replica {replica}")))
+    }
+
+    fn slot(&self, replica: u32, rank: u32) -> Result<u32, Refusal> {
+        let slot = self.slots.get(&(replica, rank)).copied();
+        slot.ok_or_else(|| Refusal::Unknown(format!("rank {rank} of replica {replica}")))
+    }
+
+    fn slots_of(&self, replica: u32) -> Vec<u32> {
+        self.slots
+            .range((replica, 0)..=(replica, u32::MAX))
+            .map(|(_, slot)| *slot)
+            .collect()
+    }
+
+    fn lane(&self, replica: u32, lane: u32) -> Result<u8, Refusal> {
+        let lanes = &self.replica(replica)?.profile.lanes;
+        let declared = lanes
+            .iter()
+            .find(|declared| u32::from(declared.number) == lane);
+        let number = declared.map(|declared| declared.number);
+        number.ok_or_else(|| Refusal::Unknown(format!("lane {lane} of replica {replica}")))
+    }
+
+    fn covered(&self, prompt: u64, hashes: usize) -> Result<(), Refusal> {
+        let covered = hashes as u64 * u64::from(self.block_tokens);
+        if prompt < covered {
+            return Err(Refusal::Invalid(format!(
+                "a prompt of {prompt} tokens with {hashes} hashes, which cover {covered}"
+            )));
+        }
+        Ok(())
+    }
+
+    fn holders(&mut self, slot: u32, lane: u8) -> [Holder; 2] {
+        if let Some(holders) = self.ranks[slot as usize].lanes.get(&lane) {
+            return *holders;
+        }
+        let holders = [self.new_holder(slot), self.new_holder(slot)];
+        let rank = &mut self.ranks[slot as usize];
+        rank.lanes.insert(lane, holders);
+        let plan = self
+            .replicas
+            .get(&rank.replica)
+            .map(|replica| Arc::clone(&replica.plan));
+        if let Some(plan) = plan {
+            self.arrange(slot, &plan);
+        }
+        holders
+    }
+
+    fn new_holder(&mut self, slot: u32) -> Holder {
+        let holder = self
+            .free_holders
+            .pop()
+            .unwrap_or_else(|| self.tree.add_holder());
+        self.holder_rank
+            .resize(self.holder_rank.len().max(holder as usize + 1), NO_RANK);
+        self.holder_rank[holder as usize] = slot;
+        holder
+    }
+
+    fn retire(&mut self, holders: [Holder; 2]) {
+        for holder in holders {
+            self.tree.clear(holder);
+            self.holder_rank[holder as usize] = NO_RANK;
+            self.free_holders.push(holder);
+        }
+    }
+
+    fn arrange(&mut self, slot: u32, plan: &Plan) {
+        let rank = &mut self.ranks[slot as usize];
+        rank.in_plan = plan
+            .lanes
+            .iter()
+            .map(|lane| rank.lanes.get(&lane.number).copied())
+            .collect();
+    }
+
+    /// A HOLD that counts in `predicted` makes credits for the block redundant: the engine itself has spoken. It is
+    /// looked for in the lanes that a credit speaks of first, the attention lanes of the GPU.
+    fn ends_credits(&self, replica: u32, number: u8, confidence: u8) -> bool {
+        let Some(replica) = self.replicas.get(&replica) else {
+            return false;
+        };
+        let lanes = &replica.profile.lanes;
+        let attention = lanes
+            .iter()
+            .any(|lane| lane.tier == 0 && lane.class == Class::Attention);
+        lanes
+            .iter()
+            .filter(|lane| lane.number == number)
+            .any(|lane| {
+                lane.tier == 0
+                    && (lane.class == Class::Attention || !attention)
+                    && (confidence == CONFIRMED || lane.upper_in_predicted)
+            })
+    }
+
+    fn read_credits(&mut self, hashes: &[u64]) {
+        for bits in &mut self.credit_bits {
+            bits.attention.clear();
+            bits.state.clear();
+        }
+        if self.credits.is_empty() {
+            return;
+        }
+        self.credit_bits.resize_with(
+            self.ranks.len().max(self.credit_bits.len()),
+            CreditBits::default,
+        );
+        let words = hashes.len().div_ceil(64);
+        for (at, &hash) in hashes.iter().enumerate() {
+            let Some(covers) = self.credits.covers(hash) else {
+                break;
+            };
+            for cover in covers {
+                let bits = &mut self.credit_bits[cover.rank as usize];
+                for (count, bits) in [
+                    (cover.attention, &mut bits.attention),
+                    (cover.state, &mut bits.state),
+                ] {
+                    if count > 0 {
+                        bits.resize(words, 0);
+                        bits::copy(bits, at, 1);
+                    }
+                }
+            }
+        }
+    }
+
+    fn evict(&mut self, entries: u64) {
+        let (losers, gone) = self.tree.evict(entries);
+        self.evicted += gone;
+        for holder in losers {
+            let slot = self.holder_rank[holder as usize];
+            if let Some(rank) = self.ranks.get_mut(slot as usize) {
+                rank.lossy = true;
+            }
+        }
+    }
+}
+
+impl Rank {
+    fn answer(&self, question: &Question<'_>) -> Match {
+        let mut answer = Match {
+            replica: self.replica,
+            rank: self.rank,
+            ..Match::default()
+        };
+        if self.trusted {
+            answer.lower = question.resumed(View::Lower).iter().sum();
+            answer.tiers = question.resumed(View::Predicted);
+            answer.predicted = answer.tiers.iter().sum();
+            answer.credited = answer.predicted - answer.lower.min(answer.predicted);
+        }
+        answer.upper = if self.trusted && self.complete && !self.lossy {
+            question.resumed(View::Upper).iter().sum()
+        } else {
+            question.plan.most(question.prompt)
+        };
+        answer
+    }
+}

@@ -1,0 +1,355 @@
+//! How much of a prompt can be resumed, given which blocks are held: one function, three views. Pure.
+//!
+//! The walk goes tier by tier, fastest first, and never back. In each tier it looks for the largest boundary that all
+//! layer groups accept, beyond what faster tiers gave, at most what an engine reports for that tier.
+
+use crate::bits;
+
+/// Number of tiers: gpu, host, disk, shared.
+pub const TIERS: usize = 4;
+
+/// What a layer group must find to resume at a boundary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Every block from the start.
+    Attention,
+    /// The blocks that cover the last `window - 1` tokens.
+    Window(u32),
+    /// The unit that ends there.
+    Recurrent,
+}
+
+/// A tier times a state class.
+#[derive(Clone, Debug)]
+pub struct Lane {
+    /// Number in deltas, below 64.
+    pub number: u8,
+    /// 0 is the fastest.
+    pub tier: usize,
+    /// What its layer group must find.
+    pub class: Class,
+    /// Lanes of one group on several tiers extend one another.
+    pub group: u32,
+    /// Tokens; a multiple or a divisor of the block.
+    pub unit: u32,
+    /// UPPER blocks count in `predicted`.
+    pub upper_in_predicted: bool,
+}
+
+/// What a hit in a tier may report.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// At most the whole prompt; else all but its last token.
+    pub whole_prompt: bool,
+    /// Units taken off the claim after the cap.
+    pub less_units: u32,
+    /// The walk may go on here where faster tiers end.
+    pub extends: bool,
+}
+
+impl Default for Rule {
+    fn default() -> Self {
+        Rule {
+            whole_prompt: false,
+            less_units: 0,
+            extends: true,
+        }
+    }
+}
+
+/// How to read a replica's holdings.
+#[derive(Clone, Debug, Default)]
+pub struct Profile {
+    /// In the order of their numbers.
+    pub lanes: Vec<Lane>,
+    /// By tier.
+    pub rules: [Rule; TIERS],
+}
+
+struct Group {
+    class: Class,
+    unit: u64,
+    /// Positions in `Plan::lanes`.
+    lanes: Vec<usize>,
+}
+
+struct Stage {
+    tier: usize,
+    rule: Rule,
+    /// Claims end at its multiples: the least common multiple of the units.
+    step: u64,
+    groups: Vec<Group>,
+    /// Every group of the profile has a lane here: else they can't agree.
+    complete: bool,
+}
+
+/// A profile, prepared for blocks of one size.
+pub struct Plan {
+    block: u64,
+    /// The profile's, or one GPU attention lane where it has none, so that credits count.
+    pub lanes: Vec<Lane>,
+    stages: Vec<Stage>,
+    /// A block that nobody holds doesn't always end the walk.
+    pub passes_gaps: bool,
+}
+
+/// Which blocks of a prompt one rank holds. Bit i is block i; a short slice ends in zeros.
+#[derive(Clone, Copy, Default)]
+pub struct Held<'a> {
+    /// Confirmed by events.
+    pub confirmed: &'a [u64],
+    /// Perhaps.
+    pub upper: &'a [u64],
+}
+
+/// Which blocks are credited, in GPU lanes.
+#[derive(Clone, Copy, Default)]
+pub struct Credited<'a> {
+    /// In attention lanes.
+    pub attention: &'a [u64],
+    /// In window and recurrent lanes.
+    pub state: &'a [u64],
+}
+
+/// What counts as held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum View {
+    /// Confirmed blocks.
+    Lower,
+    /// And credits, and UPPER blocks of the lanes that say so.
+    Predicted,
+    /// And everything possible.
+    Upper,
+}
+
+/// A prompt and what one rank holds of it.
+pub struct Question<'a> {
+    /// How to read it.
+    pub plan: &'a Plan,
+    /// Tokens of the prompt.
+    pub prompt: u64,
+    /// Blocks of the prompt whose hashes are known.
+    pub blocks: u64,
+    /// By position in `plan.lanes`.
+    pub held: &'a [Held<'a>],
+    /// Credits.
+    pub credited: Credited<'a>,
+}
+
+fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).saturating_mul(b)
+}
+
+fn floor(value: u64, step: u64) -> u64 {
+    value - value % step
+}
+
+impl Stage {
+    /// What a hit in this tier can cover at most, before `less_units`.
+    fn cap(&self, prompt: u64) -> u64 {
+        floor(
+            prompt.saturating_sub(u64::from(!self.rule.whole_prompt)),
+            self.step,
+        )
+    }
+
+    fn less(&self) -> u64 {
+        self.step.saturating_mul(u64::from(self.rule.less_units))
+    }
+}
+
+impl Plan {
+    /// Prepares a profile, or says which unit doesn't fit the block.
+    pub fn new(profile: &Profile, block_tokens: u32) -> Result<Plan, String> {
+        let block = u64::from(block_tokens);
+        let mut lanes = profile.lanes.clone();
+        for lane in &lanes {
+            if !lane.unit.is_multiple_of(block_tokens) && !block_tokens.is_multiple_of(lane.unit) {
+                return Err(format!(
+                    "lane {}: unit of {} tokens is neither a multiple nor a divisor of the block, {block_tokens} tokens",
+                    lane.number, lane.unit
+                ));
+            }
+        }
+        if lanes.is_empty() {
+            lanes.push(Lane {
+                number: u8::MAX,
+                tier: 0,
+                class: Class::Attention,
+                group: 0,
+                unit: block_tokens,
+                upper_in_predicted: false,
+            });
+        }
+        let mut names: Vec<u32> = lanes.iter().map(|lane| lane.group).collect();
+        names.sort_unstable();
+        names.dedup();
+        let mut stages = Vec::new();
+        for tier in 0..TIERS {
+            let mut groups = Vec::new();
+            for name in &names {
+                let members: Vec<usize> = (0..lanes.len())
+                    .filter(|&at| lanes[at].tier == tier && lanes[at].group == *name)
+                    .collect();
+                if let Some(&first) = members.first() {
+                    let unit = members.iter().fold(1, |unit, &at| {
+                        common_multiple(unit, u64::from(lanes[at].unit))
+                    });
+                    groups.push(Group {
+                        class: lanes[first].class,
+                        unit,
+                        lanes: members,
+                    });
+                }
+            }
+            let rule = profile.rules[tier];
+            if !groups.is_empty() && (stages.is_empty() || rule.extends) {
+                let step = groups
+                    .iter()
+                    .fold(1, |step, group| common_multiple(step, group.unit));
+                let complete = groups.len() == names.len();
+                stages.push(Stage {
+                    tier,
+                    rule,
+                    step,
+                    groups,
+                    complete,
+                });
+            }
+        }
+        let attention = lanes.iter().any(|lane| lane.class == Class::Attention);
+        let small = stages.iter().filter(|stage| stage.step < block).count();
+        Ok(Plan {
+            block,
+            lanes,
+            stages,
+            passes_gaps: !attention || small > 1,
+        })
+    }
+
+    /// The most that an engine could report for a prompt, in tokens.
+    pub fn most(&self, prompt: u64) -> u64 {
+        let most = self
+            .stages
+            .iter()
+            .map(|stage| stage.cap(prompt).saturating_sub(stage.less()));
+        most.max().unwrap_or(0)
+    }
+}
+
+impl Question<'_> {
+    /// Tokens that can be resumed, by tier; their sum is the claim.
+    pub fn resumed(&self, view: View) -> [u64; TIERS] {
+        let mut by_tier = [0; TIERS];
+        let mut claim = 0;
+        let mut ragged = false;
+        for stage in self.plan.stages.iter().filter(|stage| stage.complete) {
+            let small = stage.step < self.plan.block;
+            // Two tiers of small units may share a block that neither holds as a whole.
+            let bridged = view == View::Upper && small && ragged;
+            let mut reach = self.boundary(stage, view, claim, bridged).max(claim);
+            if view == View::Upper && small {
+                // Units of the next block may be there: only whole blocks are known.
+                let most = reach + (self.plan.block - stage.step);
+                reach = reach.max(most.min(stage.cap(self.prompt)));
+                ragged = true;
+            } else {
+                ragged = false;
+            }
+            let end = reach.saturating_sub(stage.less()).max(claim);
+            by_tier[stage.tier] = end - claim;
+            claim = end;
+        }
+        by_tier
+    }
+
+    /// The largest boundary beyond `claim` that every group accepts in this tier, or 0.
+    fn boundary(&self, stage: &Stage, view: View, claim: u64, bridged: bool) -> u64 {
+        let block = self.plan.block;
+        // Where the need for blocks of this tier begins.
+        let start = |group: &Group| match bridged {
+            true => claim.div_ceil(block) * block,
+            false => floor(claim, group.unit),
+        };
+        let mut end = stage.cap(self.prompt).min(self.blocks * block);
+        for group in stage
+            .groups
+            .iter()
+            .filter(|group| group.class == Class::Attention)
+        {
+            let from = start(group) / block;
+            let missing = bits::first_zero(from, self.blocks, |word| {
+                self.word(stage, group, view, word)
+            });
+            end = end.min(missing * block);
+        }
+        let coarse = stage.step.max(block);
+        if stage.step >= block {
+            end = floor(end, coarse);
+        }
+        while end > claim {
+            let mut next = end;
+            for group in &stage.groups {
+                let need = match group.class {
+                    Class::Attention => continue,
+                    Class::Window(window) => {
+                        let units = u64::from(window).saturating_sub(1).div_ceil(group.unit);
+                        units
+                            .saturating_mul(group.unit)
+                            .saturating_add(stage.less())
+                    }
+                    Class::Recurrent => group.unit,
+                };
+                if view == View::Upper && group.unit < block {
+                    continue; // part of a block may do, and only whole blocks are known
+                }
+                let mut from = end.saturating_sub(need);
+                if group.class != Class::Recurrent {
+                    from = from.max(start(group).min(end));
+                }
+                let blocks = (from / block, end.div_ceil(block));
+                let word = |word| self.word(stage, group, view, word);
+                if let Some(missing) = bits::last_zero(blocks.0, blocks.1, word) {
+                    next = next.min(match group.class {
+                        Class::Recurrent => end - 1,
+                        _ => (missing * block).min(end - 1),
+                    });
+                }
+            }
+            if next == end {
+                return end;
+            }
+            end = floor(next, coarse);
+        }
+        0
+    }
+
+    fn word(&self, stage: &Stage, group: &Group, view: View, word: u64) -> u64 {
+        let at = word as usize;
+        let read = |bits: &[u64]| bits.get(at).copied().unwrap_or(0);
+        let mut found = 0;
+        for &lane in &group.lanes {
+            let held = self.held.get(lane).copied().unwrap_or_default();
+            found |= read(held.confirmed);
+            let upper = match view {
+                View::Lower => false,
+                View::Predicted => self.plan.lanes[lane].upper_in_predicted,
+                View::Upper => true,
+            };
+            if upper {
+                found |= read(held.upper);
+            }
+        }
+        if stage.tier == 0 && view != View::Lower {
+            found |= read(match group.class {
+                Class::Attention => self.credited.attention,
+                Class::Window(_) | Class::Recurrent => self.credited.state,
+            });
+        }
+        found
+    }
+}

@@ -1,0 +1,148 @@
+"""What an adapter makes of an engine's bytes: events that mean the same for every engine.
+
+Pure data. Hashes are packed engine hashes, tokens packed little-endian 32-bit ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Doubt(IntEnum):
+    """What an oddity does to the trust in a rank's stream, mildest first."""
+
+    NONE = 0
+    INCOMPLETE = 1
+    """A store was lost: what is known still counts, `upper` opens until the next clear."""
+    STALE = 2
+    """A removal may have been lost: what is held now becomes an upper bound, and `upper` opens."""
+    UNTRUSTED = 3
+    """Read with doubt: nothing counts in `lower` and `predicted` in this life of the engine."""
+    QUARANTINED = 4
+    """The stream does not mean what we think: nothing is indexed in this life of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layer group that an event speaks of, as far as the event says."""
+
+    index: int | None = None
+    kind: str | None = None
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an event was written; constant in a stream, see `conformance`."""
+
+    tag: str
+    form: str
+    """"map", or "array" with its length: "array 9"."""
+    hash_width: int = 0
+    """Bytes of the hashes. 0: the event names none."""
+    low: bool = False
+    """A hash was negative: the engine means signed 64-bit integers."""
+    high: bool = False
+    """A hash was 2^63 or more: the engine means unsigned 64-bit integers."""
+    unknown_fields: tuple[str, ...] = ()
+    tells_adapters: bool = True
+    """Blocks of different adapters are told apart."""
+    tells_salts: bool = True
+    """Blocks of different cache salts are told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive blocks now held. A placeholder has no tokens and `unit_tokens` 0."""
+
+    shape: Shape
+    tier: int
+    group: Group
+    hashes: bytes
+    width: int
+    parent: bytes | None
+    """Engine hash of the block before the first. None: the first is the prompt's first."""
+    tokens: bytes
+    unit_tokens: int
+    adapter: str = ""
+    cache_salt: str = ""
+    opaque: bool = False
+    """Keys went into these hashes that no router can compute."""
+    doubtful: bool = False
+    """The engine may hold it: counts as an upper bound only."""
+
+    @property
+    def single(self) -> bool:
+        """One block."""
+        return len(self.hashes) == self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """One copy of each block is gone from this tier."""
+
+    shape: Shape
+    tier: int
+    group: Group
+    hashes: bytes
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The engine reset its cache."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What could not be used, under a bounded reason."""
+
+    reason: str
+    detail: str
+    """For people: what was seen and what was expected. Never tokens or salts."""
+    doubt: Doubt
+
+
+Event = Stored | Removed | Cleared | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One message of the engine. Trouble with the batch itself is a Dropped among the events."""
+
+    events: tuple[Event, ...]
+    time_s: float | None = None
+    """Wall clock of the engine at publication."""
+    rank: int | None = None
+    """Data-parallel rank that the batch names. None: it names none."""
+    length: int = 0
+    """Elements of the batch array: 2 or 3. 0: unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraits:
+    """How an engine keeps and reports one tier."""
+
+    multiset: bool
+    """Stores and removals count copies; else presence is a flag."""
+    whole_prompt: bool
+    """A hit may report the whole prompt; else all but its last token."""
+    upper_in_predicted: bool
+    append_only: bool = False
+    """Removals are never announced: what is stored there is an upper bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What holds for every stream of one engine."""
+
+    engine: str
+    tiers: dict[int, TierTraits] = field(default_factory=dict)
+    cleared_tiers: frozenset[int] = frozenset()
+    """Tiers that Cleared empties; the others become suspect."""
+    attention_kinds: frozenset[str | None] = frozenset()
+    window_kinds: frozenset[str] = frozenset()
+    recurrent_kinds: frozenset[str] = frozenset()

@@ -1,0 +1,227 @@
+"""Which lanes the engine of this replica keeps: learned from its events, declared to schedulers.
+
+Pure. A lane is a tier times a layer group; its number never changes its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from servingfleet_protos.v1.common_pb2 import (
+    KEY_FORM_TOKEN,
+    STATE_CLASS_ATTENTION,
+    STATE_CLASS_RECURRENT,
+    STATE_CLASS_WINDOW,
+    TIER_GPU,
+    StateClass,
+    Tier,
+)
+from servingfleet_protos.v1.stream_pb2 import Lane as LaneMessage
+from servingfleet_protos.v1.stream_pb2 import Profile, TierRule
+
+from .adapters.events import Doubt, Dropped, EngineProfile, Group, Stored
+
+MAX_LANES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One declared lane."""
+
+    number: int
+    tier: int
+    state_class: int
+    group: int
+    window_tokens: int
+    unit_tokens: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        tier = Tier.Name(self.tier).removeprefix("TIER_").lower()  # type: ignore[arg-type]
+        kind = StateClass.Name(self.state_class).removeprefix("STATE_CLASS_").lower()  # type: ignore[arg-type]
+        return f"{tier} {kind}, group {self.group}, unit {self.unit_tokens}"
+
+
+class Lanes:
+    """The lanes of one replica, shared by its ranks."""
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        *,
+        block_tokens: int,
+        engine_block_tokens: int = 0,
+        host_unit_tokens: int = 0,
+    ) -> None:
+        self.engine = profile
+        self.version = 0
+        """Rises whenever the profile that schedulers know is out of date."""
+        self._block_tokens = block_tokens
+        self._configured_unit = engine_block_tokens
+        self._host_unit = host_unit_tokens
+        self._classes: dict[int, tuple[int, int]] = {}
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._gpu_blocks = 0
+        self._separates_adapters = True
+        self._separates_salts = True
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes.values())
+
+    def of_store(self, event: Stored, units: Mapping[int, int]) -> Lane | Dropped:
+        """The lane of a store, declared if it is new; or why it has none.
+
+        `units`: tokens of a unit by lane number, as this life of the engine has used them.
+        """
+        group = event.group.index or 0
+        refusal = self._learn_class(event, group)
+        if refusal is not None:
+            return refusal
+        known = self._lanes.get((event.tier, group))
+        unit = self._unit(event, group, known)
+        if isinstance(unit, Dropped):
+            return unit
+        if known is not None:
+            used = units.get(known.number, unit)
+            if unit != used:
+                return Dropped(
+                    "partial_block" if unit < used and event.single else "block_size",
+                    f"{known.name}: a block of {unit} tokens; so far {used}",
+                    Doubt.INCOMPLETE,
+                )
+            if known.unit_tokens == unit:
+                return known
+        if known is None and len(self._lanes) >= MAX_LANES:
+            return Dropped("lane_limit", f"more than {MAX_LANES} lanes", Doubt.UNTRUSTED)
+        state_class, window = self._classes[group]
+        number = len(self._lanes) if known is None else known.number
+        lane = Lane(number, event.tier, state_class, group, window, unit)
+        self._lanes[event.tier, group] = lane
+        self.version += 1
+        return lane
+
+    def of_removal(self, tier: int, group: Group) -> Lane | None:
+        """The lane of a removal. None: nothing was ever stored there."""
+        return self._lanes.get((tier, group.index or 0))
+
+    def separation(self, *, adapters: bool, salts: bool) -> None:
+        """What the events of this wire generation tell apart."""
+        if (adapters, salts) != (self._separates_adapters, self._separates_salts):
+            self._separates_adapters, self._separates_salts = adapters, salts
+            self.version += 1
+
+    def capacity(self, gpu_blocks: int) -> None:
+        """The engine says how many GPU blocks it has."""
+        if gpu_blocks != self._gpu_blocks:
+            self._gpu_blocks = gpu_blocks
+            self.version += 1
+
+    @property
+    def unplaceable(self) -> bool:
+        """No full-attention group names the blocks of the others: their place is unknown."""
+        return bool(self._classes) and not any(
+            state_class == STATE_CLASS_ATTENTION for state_class, _ in self._classes.values()
+        )
+
+    def numbers(self, tiers: Iterable[int] | None = None) -> list[int]:
+        """Lane numbers of these tiers, or of all."""
+        wanted = None if tiers is None else set(tiers)
+        return [
+            lane.number for lane in self._lanes.values() if wanted is None or lane.tier in wanted
+        ]
+
+    def message(self) -> Profile:
+        """What schedulers are told."""
+        attention_only = all(c == STATE_CLASS_ATTENTION for c, _ in self._classes.values())
+        return Profile(
+            lanes=[
+                LaneMessage(
+                    lane=lane.number,
+                    tier=lane.tier,  # type: ignore[arg-type]
+                    state_class=lane.state_class,  # type: ignore[arg-type]
+                    group=lane.group,
+                    window_tokens=lane.window_tokens,
+                    unit_tokens=lane.unit_tokens,
+                    capacity_tokens=(
+                        self._gpu_blocks * lane.unit_tokens if lane.tier == TIER_GPU else 0
+                    ),
+                    upper_in_predicted=self.engine.tiers[lane.tier].upper_in_predicted,
+                )
+                for lane in self._lanes.values()
+            ],
+            tiers=[
+                TierRule(
+                    tier=tier,  # type: ignore[arg-type]
+                    # Measured on vLLM: with window or recurrent groups a host hit leaves the last token, too.
+                    cap=(
+                        TierRule.CAP_PROMPT
+                        if traits.whole_prompt and attention_only
+                        else TierRule.CAP_PROMPT_MINUS_ONE
+                    ),
+                    extends=True,
+                )
+                for tier, traits in self.engine.tiers.items()
+            ],
+            key_form=KEY_FORM_TOKEN,
+            adapters_separated=self._separates_adapters,
+            salts_separated=self._separates_salts,
+        )
+
+    def _learn_class(self, event: Stored, group: int) -> Dropped | None:
+        kind, window = event.group.kind, event.group.window_tokens
+        known = self._classes.get(group)
+        if kind is None:
+            if known is not None:
+                return None
+            if not event.unit_tokens:
+                return Dropped("group_unknown", f"placeholder of group {group}", Doubt.INCOMPLETE)
+            if group:
+                # Releases 0.20 and 0.21 number the groups and do not say what they are.
+                return Dropped(
+                    "group_unsupported", f"group {group} does not say its kind", Doubt.UNTRUSTED
+                )
+        if kind in self.engine.attention_kinds:
+            learned = (STATE_CLASS_ATTENTION, 0)
+        elif kind in self.engine.window_kinds and window:
+            learned = (STATE_CLASS_WINDOW, window)
+        elif kind in self.engine.recurrent_kinds:
+            learned = (STATE_CLASS_RECURRENT, 0)
+        else:
+            return Dropped(
+                "group_unsupported",
+                f"group {group} is {kind!a:.40}, window {window}",
+                Doubt.UNTRUSTED,
+            )
+        if known is not None and known != learned:
+            return Dropped("group_changed", f"group {group} became {kind!a:.40}", Doubt.QUARANTINED)
+        self._classes[group] = learned
+        return None
+
+    def _stated_unit(self, event: Stored) -> int:
+        return self._host_unit if self._host_unit and event.tier != TIER_GPU else event.unit_tokens
+
+    def _unit(self, event: Stored, group: int, known: Lane | None) -> int | Dropped:
+        """Tokens of one unit; a placeholder states none."""
+        if not event.unit_tokens:
+            gpu = self._lanes.get((TIER_GPU, group))
+            unit = known.unit_tokens if known else self._host_unit or (gpu and gpu.unit_tokens)
+            return unit or Dropped(
+                "unit_unknown", "a placeholder before any block of known size", Doubt.INCOMPLETE
+            )
+        if event.tier == TIER_GPU and self._configured_unit not in (0, event.unit_tokens):
+            return Dropped(
+                "block_size",
+                f"blocks of {event.unit_tokens} tokens; configured: {self._configured_unit}",
+                Doubt.INCOMPLETE,
+            )
+        unit = self._stated_unit(event)
+        if unit % self._block_tokens and self._block_tokens % unit:
+            return Dropped(
+                "unit_size",
+                f"units of {unit} tokens are neither multiple nor divisor of the canonical block "
+                f"of {self._block_tokens}: choose another --block-tokens for the fleet",
+                Doubt.QUARANTINED,
+            )
+        return unit

@@ -1,0 +1,90 @@
+"""The relay's own Prometheus metrics: a snapshot of the pipeline, taken on the event loop, read by the server's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .pipeline import Status
+
+STATES = ("live", "history_lost", "unproven", "resyncing", "quarantined")
+# Sizes now; everything else that the pipeline counts only grows.
+_MIRROR_SIZES = (
+    "units_held",
+    "units_placed",
+    "orphans",
+    "opaque_units",
+    "ambiguous_copies",
+    "memory_bytes",
+)
+
+
+class RelayCollector(Collector):
+    """Turns the newest status into metrics."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self.status: Status | None = None
+        """Replaced as a whole, never changed."""
+        self.scrapes_failed = 0
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.status
+        if status is None:
+            return
+        drops = CounterMetricFamily(
+            "servingfleet_relay_drops", "What was dropped, by reason.", labels=["engine", "reason"]
+        )
+        totals = CounterMetricFamily(
+            "servingfleet_relay_events",
+            "Batches, events and turns of the stream.",
+            labels=["engine", "kind"],
+        )
+        for name, value in sorted(status.totals.items()):
+            if name.startswith("drop_"):
+                drops.add_metric([self._engine, name.removeprefix("drop_")], value)
+            elif not name.startswith("mirror_"):
+                totals.add_metric([self._engine, name], value)
+        scrapes = CounterMetricFamily(
+            "servingfleet_relay_scrapes_failed",
+            "Scrapes of the engine that did not work.",
+            labels=["engine"],
+        )
+        scrapes.add_metric([self._engine], self.scrapes_failed)
+        state = GaugeMetricFamily(
+            "servingfleet_relay_rank_state",
+            "1 for the state that a rank is in.",
+            labels=["rank", "state"],
+        )
+        applied = GaugeMetricFamily(
+            "servingfleet_relay_engine_sequence", "Last batch applied.", labels=["rank"]
+        )
+        mirror = GaugeMetricFamily(
+            "servingfleet_relay_mirror", "Sizes of a rank's mirror.", labels=["rank", "size"]
+        )
+        for rank in status.ranks:
+            label = str(rank.rank)
+            for name in STATES:
+                state.add_metric([label, name], float(rank.state == name))
+            if rank.engine_seq is not None:
+                applied.add_metric([label], rank.engine_seq)
+            for name in _MIRROR_SIZES:
+                mirror.add_metric([label, name], rank.mirror.get(name, 0))
+        links = GaugeMetricFamily(
+            "servingfleet_relay_links", "Schedulers, by the phase of their link.", labels=["phase"]
+        )
+        phases = list(status.links.values())
+        for phase in ("closed", "greeted", "open", "broken"):
+            links.add_metric([phase], phases.count(phase))
+        yield from (drops, totals, scrapes, state, applied, mirror, links)
+
+
+def serve(collector: RelayCollector, host: str, port: int) -> int:
+    """Serves /metrics from a thread of its own; returns the port. Raises OSError."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server, _ = start_http_server(port, addr=host, registry=registry)
+    return int(server.server_port)

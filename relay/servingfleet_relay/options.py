@@ -1,0 +1,81 @@
+"""Reads what the command line and the environment say, and refuses what can't work.
+
+Pure. Every refusal says what was seen and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .settings import RankSockets
+
+
+class BadOption(ValueError):
+    """Whoever starts the relay must correct an option."""
+
+
+def rank_sockets(
+    ranks: Sequence[int], events: Sequence[str], replays: Sequence[str], *, bind: bool
+) -> tuple[RankSockets, ...]:
+    """The sockets of each rank. One address stands for all ranks: the port rises with the rank."""
+    event_addresses = _each("--engine-events", events, ranks)
+    replay_addresses = _each("--engine-replay", replays, ranks) if replays else [None] * len(ranks)
+    used = [*event_addresses, *(address for address in replay_addresses if address)]
+    if len(set(used)) != len(used):
+        raise BadOption(f"one address is used twice: {', '.join(sorted(used))}")
+    return tuple(
+        RankSockets(rank, address, replay, bind)
+        for rank, address, replay in zip(ranks, event_addresses, replay_addresses, strict=True)
+    )
+
+
+def targets(schedulers: Sequence[str]) -> tuple[str, ...]:
+    """host:port each; commas separate several in one value."""
+    found = [part.strip() for value in schedulers for part in value.split(",") if part.strip()]
+    for target in found:
+        host, _, port = target.rpartition(":")
+        if not host or not _is_port(port):
+            raise BadOption(f"--scheduler {target!r}; expected host:port")
+    if not found:
+        raise BadOption("no --scheduler is given")
+    return tuple(dict.fromkeys(found))
+
+
+def labels(values: Sequence[str]) -> dict[str, str]:
+    """key=value each."""
+    found = {}
+    for value in values:
+        key, equals, rest = value.partition("=")
+        if not key or not equals:
+            raise BadOption(f"--label {value!r}; expected key=value")
+        found[key] = rest
+    return found
+
+
+def _each(option: str, addresses: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    if len(addresses) not in (1, len(ranks)):
+        raise BadOption(
+            f"{option} is given {len(addresses)} times for {len(ranks)} ranks; expected 1 or {len(ranks)}"
+        )
+    for address in addresses:
+        if "://" not in address:
+            raise BadOption(f"{option} {address!r}; expected tcp://host:port")
+        if address.startswith("tcp://") and not _is_port(address.rpartition(":")[2]):
+            raise BadOption(f"{option} {address!r} names no port")
+    if len(addresses) == len(ranks) and len(ranks) > 1:
+        return list(addresses)
+    first = addresses[0]
+    if not first.startswith("tcp://"):
+        if len(ranks) > 1:
+            raise BadOption(f"{option} {first!r} can't be shifted by rank: give it for each rank")
+        return [first]
+    base, _, port = first.rpartition(":")
+    # The engine itself adds its rank to the port.
+    shifted = [int(port) + rank for rank in ranks]
+    if max(shifted) > 65_535:
+        raise BadOption(f"{option} {first!r} leaves no port for rank {ranks[-1]}")
+    return [f"{base}:{number}" for number in shifted]
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text) < 65_536

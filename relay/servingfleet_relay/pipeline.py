@@ -1,0 +1,331 @@
+"""From an engine's sockets to messages for schedulers: numbering, adapter, mirror, outboxes.
+
+Pure: whoever owns the sockets calls in, with the time, and takes what there is to send. The relay process and
+`servingfleet verify` run this very code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from servingfleet_protos.v1.common_pb2 import StreamState
+from servingfleet_protos.v1.stream_pb2 import (
+    Delta,
+    EngineLoad,
+    Hello,
+    RankState,
+    RelayCounters,
+    RelayMessage,
+    SchedulerMessage,
+)
+
+from .adapters import vllm
+from .lanes import Lanes
+from .outbox import Body, Limits, Outbox, Phase
+from .rank import Rank
+from .settings import PipelineSettings
+
+PROTOCOL_VERSION = 1
+MAX_COUNTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """A wish for every batch of a rank from `start_seq` on. It replaces the one before for that rank."""
+
+    rank: int
+    start_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank, for people, metrics and tests."""
+
+    rank: int
+    state: str
+    """"live", "history_lost", "unproven", "resyncing" or "quarantined"."""
+    reason: str
+    incarnation: int
+    engine_seq: int | None
+    mirror: dict[str, int]
+    traits: dict[str, str]
+    """How the engine writes its events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole pipeline now."""
+
+    ranks: tuple[RankStatus, ...]
+    lanes: tuple[str, ...]
+    links: dict[str, str]
+    """Phase of each link, by its name."""
+    totals: dict[str, int]
+
+
+class Pipeline:
+    """One replica. Unknown ranks and links raise KeyError; nothing that an engine sends raises."""
+
+    def __init__(self, settings: PipelineSettings, now: float) -> None:
+        if settings.engine != vllm.PROFILE.engine:
+            raise ValueError(f"engine {settings.engine!r} is not known; known: vllm")
+        self.settings = settings
+        self.on_output: Callable[[], None] = lambda: None
+        """Called whenever there may be something to take."""
+        self._engine_version = settings.engine_version
+        self._totals: Counter[str] = Counter()
+        self._lanes = Lanes(
+            vllm.PROFILE,
+            block_tokens=settings.block_tokens,
+            engine_block_tokens=settings.engine_block_tokens,
+            host_unit_tokens=settings.host_unit_tokens,
+        )
+        self._ranks = {
+            rank: Rank(rank, settings, self._lanes, vllm.decode_payload, self._totals)
+            for rank in settings.ranks
+        }
+        self._links: dict[str, Outbox] = {}
+        self._limits = Limits(
+            settings.resend_window_messages,
+            settings.resend_window_bytes,
+            settings.outbox_messages,
+            settings.outbox_bytes,
+        )
+        self._profile_version = 0
+        self._progress: dict[int, int | None] = {}
+        self._counted = now
+
+    # The engine's sockets.
+
+    def socket_up(self, rank: int, now: float) -> None:
+        """The event socket of a rank is connected (again)."""
+        source = self._ranks[rank]
+        source.run(source.numbering.socket_up(now), now)
+        self._spread(source)
+
+    def socket_down(self, rank: int, now: float) -> None:
+        """The event socket of a rank is lost."""
+        source = self._ranks[rank]
+        source.numbering.socket_down()
+        self._spread(source)
+
+    def live(self, rank: int, frames: Sequence[bytes], now: float) -> None:
+        """A message from the subscription, frames as received."""
+        self._ranks[rank].live(frames, now)
+        self._spread(self._ranks[rank])
+
+    def replayed(self, rank: int, frames: Sequence[bytes], now: float) -> None:
+        """A reply to the last replay request of this rank, the end marker included."""
+        self._ranks[rank].replayed(frames, now)
+        self._spread(self._ranks[rank])
+
+    def replay_failed(self, rank: int, reason: str, now: float) -> None:
+        """The last replay request of this rank will not be answered (any more)."""
+        source = self._ranks[rank]
+        self._totals["replays_failed"] += 1
+        source.run(source.numbering.replay_failed(reason, now), now)
+        self._spread(source)
+
+    def take_replay_requests(self) -> list[ReplayRequest]:
+        """Replays to ask the engine for; each is handed out once."""
+        wanted = [(rank, source.numbering.take_request()) for rank, source in self._ranks.items()]
+        return [ReplayRequest(rank, start) for rank, start in wanted if start is not None]
+
+    # The engine's HTTP server.
+
+    def load(self, load: EngineLoad) -> None:
+        """The engine's load, just read."""
+        for link in self._links.values():
+            link.load(load)
+        self.on_output()
+
+    def engine_version(self, version: str) -> None:
+        """The engine's own version; told in the next hello."""
+        self._engine_version = version
+
+    def engine_started(self, started: float, now: float) -> None:
+        """When the engine's process started, in the clock of `now`."""
+        for source in self._ranks.values():
+            source.run(source.numbering.process_started(started, now), now)
+            self._spread(source)
+
+    def engine_capacity(self, gpu_blocks: int) -> None:
+        """Blocks of the engine's GPU cache."""
+        self._lanes.capacity(gpu_blocks)
+        self._spread_profile()
+
+    def tick(self, now: float) -> None:
+        """Time passes: deadlines, orphans, totals."""
+        for source in self._ranks.values():
+            source.tick(now)
+            self._spread(source)
+        if now - self._counted >= self.settings.counters_interval_s:
+            self._counted = now
+            counters = self._counters_message()
+            for link in self._links.values():
+                link.counters(counters)
+            self.on_output()
+
+    # The schedulers.
+
+    def open_link(self, link: str, now: float) -> RelayMessage:
+        """A connection to a scheduler is made. Returns the hello to send."""
+        outbox = self._links.get(link)
+        if outbox is None:
+            outbox = Outbox(self._limits, lambda rank: self._ranks[rank].snapshot())
+            self._links[link] = outbox
+            outbox.counters(self._counters_message())
+        incarnations = {rank: s.numbering.incarnation for rank, s in self._ranks.items()}
+        instance, first = outbox.greet(incarnations, self._profile_version)
+        settings = self.settings
+        return RelayMessage(
+            hello=Hello(
+                protocol_version=PROTOCOL_VERSION,
+                replica=settings.replica,
+                stream_id=settings.stream_id,
+                model=settings.model,
+                engine=settings.engine,
+                engine_version=self._engine_version,
+                endpoint=settings.endpoint,
+                block_tokens=settings.block_tokens,
+                hash_version=settings.hash_version,
+                profile=self._lanes.message(),
+                ranks=self._states(),
+                resume_instance=instance,
+                resume_from=first,
+                labels=settings.labels,
+            )
+        )
+
+    def close_link(self, link: str) -> None:
+        """The connection is lost: what is not acknowledged is kept for the next one."""
+        self._links[link].close()
+
+    def forget_link(self, link: str) -> None:
+        """There is no such scheduler any more. Unknown links are fine."""
+        outbox = self._links.pop(link, None)
+        if outbox is not None:
+            outbox.give_up()
+
+    def broken(self, link: str) -> bool:
+        """Whether this connection must be closed and made anew: the scheduler fell behind, or broke the protocol."""
+        return self._links[link].phase is Phase.BROKEN
+
+    def unacknowledged(self, link: str) -> int:
+        """Messages sent over this link and not acknowledged."""
+        return self._links[link].unacknowledged
+
+    def receive(self, link: str, message: SchedulerMessage, now: float) -> None:
+        """An answer of the scheduler."""
+        outbox = self._links[link]
+        match message.WhichOneof("body"):
+            case "welcome":
+                outbox.welcome(message.welcome, self._opening(outbox))
+            case "ack":
+                outbox.acknowledge(message.ack.seq)
+            case "grant_snapshot":
+                outbox.grant([rank for rank in message.grant_snapshot.ranks if rank in self._ranks])
+            case "resync":
+                self._totals["resyncs"] += 1
+            case "credit_opened":
+                self._put(RelayMessage(credit_opened=message.credit_opened))
+            case "credit_ended":
+                self._put(RelayMessage(credit_ended=message.credit_ended))
+            case _:
+                self._totals["drop_unknown_answer"] += 1
+        self.on_output()
+
+    def take(self, link: str, limit: int) -> list[RelayMessage]:
+        """The next messages to write to the scheduler, at most `limit`, in order."""
+        return self._links[link].take(limit)
+
+    # For people, metrics and tests.
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, by bounded names."""
+        totals = Counter(self._totals)
+        for source in self._ranks.values():
+            totals["replays"] += source.numbering.replays
+            totals["gaps"] += source.numbering.gaps
+            for name, value in source.mirror.counts().items():
+                totals[f"mirror_{name}"] += value
+        totals["outbox_overflows"] = sum(link.overflows for link in self._links.values())
+        return dict(totals)
+
+    def status(self) -> Status:
+        """Everything about the pipeline now."""
+        ranks = []
+        for rank, source in self._ranks.items():
+            state = source.state()
+            name = StreamState.Name(state.state).removeprefix("STREAM_STATE_").lower()
+            ranks.append(
+                RankStatus(
+                    rank,
+                    name,
+                    state.reason,
+                    state.incarnation,
+                    source.numbering.applied,
+                    source.mirror.counts(),
+                    source.fingerprint.describe(),
+                )
+            )
+        return Status(
+            tuple(ranks),
+            tuple(lane.name for lane in self._lanes),
+            {name: link.phase.name.lower() for name, link in self._links.items()},
+            self.counters(),
+        )
+
+    def holdings(self, rank: int, lane: int, confidence: int) -> bytes:
+        """Packed canonical hashes that a rank holds in a lane, for checks."""
+        return self._ranks[rank].mirror.holdings(lane, confidence)
+
+    def _states(self) -> list[RankState]:
+        return [source.state() for source in self._ranks.values()]
+
+    def _opening(self, outbox: Outbox) -> list[RelayMessage]:
+        """What a new session begins with; what is held comes as a snapshot, when it is granted."""
+        opening = [] if outbox.profile_known(self._profile_version) else [self._profile_message()]
+        for state in self._states():
+            # A scheduler that knew this relay may have missed removals: what it has of it counts no more.
+            opening += [
+                RelayMessage(delta=Delta(rank=state.rank, lane=lane, op=Delta.OP_CLEAR))
+                for lane in self._lanes.numbers()
+            ]
+            opening.append(RelayMessage(rank_state=state))
+        return opening
+
+    def _spread(self, source: Rank) -> None:
+        """Hands what a rank has to say to every link."""
+        if self._lanes.version != self._profile_version:
+            self._spread_profile()
+        for message in source.take():
+            self._put(message)
+        applied = source.numbering.applied
+        if self._progress.get(source.rank) != applied:
+            self._progress[source.rank] = applied
+            state = source.state()
+            for link in self._links.values():
+                link.progress(state)
+        self.on_output()
+
+    def _spread_profile(self) -> None:
+        if self._lanes.version != self._profile_version:
+            self._profile_version = self._lanes.version
+            self._put(self._profile_message())
+
+    def _profile_message(self) -> RelayMessage:
+        return RelayMessage(profile=self._lanes.message())
+
+    def _put(self, message: RelayMessage) -> None:
+        body = Body.of(message)
+        for link in self._links.values():
+            link.put(body)
+
+    def _counters_message(self) -> RelayCounters:
+        totals = self.counters()
+        memory = totals.pop("mirror_memory_bytes", 0)
+        named = sorted(totals.items())[:MAX_COUNTERS]
+        return RelayCounters(totals=dict(named), mirror_bytes=memory)

@@ -1,0 +1,333 @@
+"""One data-parallel rank: its numbering, its doubts, its mirror; events in, messages for schedulers out.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+
+from servingfleet_core import Delta as CoreDelta
+from servingfleet_core import Mirror, Rejected
+from servingfleet_protos.v1.common_pb2 import (
+    STREAM_STATE_HISTORY_LOST,
+    STREAM_STATE_LIVE,
+    STREAM_STATE_QUARANTINED,
+    STREAM_STATE_UNPROVEN,
+)
+from servingfleet_protos.v1.stream_pb2 import (
+    Delta,
+    RankState,
+    RelayMessage,
+    SnapshotBegin,
+    SnapshotEnd,
+)
+
+from .adapters.events import Batch, Cleared, Doubt, Dropped, Event, Removed, Stored
+from .conformance import Doubts, Fingerprint
+from .frames import BadFrames, live_frame, reply_frame
+from .lanes import Lane, Lanes
+from .sequence import Apply, Ignored, Lost, Restarted, Step
+from .sequence import Sequence as Numbering
+from .settings import PipelineSettings
+
+MAX_REASON_BYTES = 512
+EXPIRY_INTERVAL_S = 1.0
+"""The mirror looks through all it knows to find orphans that waited too long."""
+
+# What the mirror's refusals say about the stream; the others cost their event only.
+_REFUSALS = {"hash_conflict": Doubt.QUARANTINED, "unit_size": Doubt.QUARANTINED}
+
+
+class Rank:
+    """The part of the pipeline that belongs to one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        settings: PipelineSettings,
+        lanes: Lanes,
+        decode: Callable[[bytes], Batch],
+        totals: Counter[str],
+    ) -> None:
+        self.rank = rank
+        self.numbering = Numbering(
+            replay=settings.replay,
+            deadline_s=settings.replay_deadline_s,
+            max_held_batches=settings.max_held_batches,
+            max_held_bytes=settings.max_held_bytes,
+        )
+        self.fingerprint = Fingerprint()
+        self.mirror = Mirror(
+            settings.model,
+            settings.block_tokens,
+            max_units=settings.max_units,
+            max_orphans=settings.max_orphans,
+            orphan_ttl_s=settings.orphan_ttl_s,
+        )
+        self._settings = settings
+        self._lanes = lanes
+        self._decode = decode
+        self._totals = totals
+        self._doubts = Doubts()
+        self._units: dict[int, int] = {}
+        self._mirrored: set[int] = set()
+        self._messages: deque[RelayMessage] = deque()
+        self._expired = 0.0
+        self._announced = self.state()
+
+    def state(self) -> RankState:
+        """What schedulers are told of this rank."""
+        state, reason = self.numbering.state
+        doubt, why = self._doubts.worst
+        if self._lanes.unplaceable and doubt < Doubt.UNTRUSTED:
+            doubt = Doubt.UNTRUSTED
+            why = "no full-attention group: where its blocks belong is unknown"
+        if doubt is Doubt.QUARANTINED:
+            state, reason = STREAM_STATE_QUARANTINED, why
+        elif doubt is Doubt.UNTRUSTED and state != STREAM_STATE_UNPROVEN:
+            state, reason = STREAM_STATE_UNPROVEN, why
+        elif doubt is Doubt.INCOMPLETE and state == STREAM_STATE_LIVE:
+            state, reason = STREAM_STATE_HISTORY_LOST, why
+        return RankState(
+            rank=self.rank,
+            incarnation=self.numbering.incarnation,
+            state=state,  # type: ignore[arg-type]
+            reason=_cut(reason),
+            engine_seq=self.numbering.applied,
+        )
+
+    def take(self) -> list[RelayMessage]:
+        """What schedulers are to be told since the last call, in order, a changed state at the end."""
+        self._announce()
+        taken = list(self._messages)
+        self._messages.clear()
+        return taken
+
+    def live(self, frames: Sequence[bytes], now: float) -> None:
+        """Frames from the subscription."""
+        try:
+            frame = live_frame(frames)
+        except BadFrames as error:
+            # If it was a batch, its number is missing now and will be asked for.
+            self._totals[f"drop_{error.reason}"] += 1
+            return
+        self.run(self.numbering.live(frame.seq, frame.payload, now), now)
+
+    def replayed(self, frames: Sequence[bytes], now: float) -> None:
+        """Frames of one reply to the replay request."""
+        try:
+            frame = reply_frame(frames)
+        except BadFrames as error:
+            self._totals[f"drop_{error.reason}"] += 1
+            return
+        self.run(self.numbering.replayed(frame.seq, frame.payload, now), now)
+
+    def run(self, steps: Sequence[Step], now: float) -> None:
+        """Carries out what the numbering decided."""
+        for step in steps:
+            match step:
+                case Apply():
+                    self._totals["batches"] += 1
+                    self._apply(self._decode(step.payload), now)
+                case Ignored():
+                    self._totals[f"batches_{step.reason}"] += 1
+                case Lost():
+                    self._totals["histories_lost"] += 1
+                    self._tell(self.mirror.cleared(sorted(self._mirrored)))
+                case Restarted():
+                    self._totals["engine_restarts"] += 1
+                    self.mirror.reset()
+                    self.fingerprint = Fingerprint()
+                    self._doubts = Doubts()
+                    self._units.clear()
+                    # The state carries the new incarnation, which clears the rank at its receivers.
+                    self._announce()
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        if now - self._expired >= EXPIRY_INTERVAL_S:
+            self._expired = now
+            self._expire(now)
+        self.run(self.numbering.tick(now), now)
+
+    def _expire(self, now: float) -> None:
+        expired = self.mirror.expire(now)
+        if expired:
+            self._totals["drop_orphan_expired"] += expired
+            self._doubts.note("orphans", "blocks whose place was never told", Doubt.INCOMPLETE)
+
+    def snapshot(self) -> Generator[RelayMessage, None, None]:
+        """Everything held, shallow blocks first, each part read when it is asked for."""
+        number = self.mirror.begin_snapshot()
+        try:
+            yield RelayMessage(
+                snapshot_begin=SnapshotBegin(rank=self.rank, incarnation=self.numbering.incarnation)
+            )
+            while parts := self.mirror.next_snapshot(number, self._settings.delta_hashes):
+                for delta in parts:
+                    yield from self._messages_of(delta)
+            yield RelayMessage(snapshot_end=SnapshotEnd(rank=self.rank))
+        finally:
+            self.mirror.end_snapshot(number)
+
+    def _apply(self, batch: Batch, now: float) -> None:
+        if batch.length:
+            self._check_batch(batch)
+        # Lanes first: a scheduler must not read one group's blocks before it knows of the others.
+        placed = [(event, self._place(event)) for event in batch.events]
+        suspects: set[int] = set()
+        for event, lane in placed:
+            if isinstance(event, Dropped):
+                self._drop(event)
+            elif isinstance(lane, Dropped):
+                self._drop(lane)
+            elif self._quarantined:
+                self._totals["events_quarantined"] += 1
+            elif isinstance(event, Cleared):
+                self._clear()
+            elif isinstance(event, Removed):
+                self._remove(event, lane)
+            elif lane is not None:
+                self._store(event, lane, now)
+                if event.doubtful or self._lanes.engine.tiers[lane.tier].append_only:
+                    suspects.add(lane.number)
+        if suspects:
+            self._tell(self.mirror.suspect(sorted(suspects)))
+
+    @property
+    def _quarantined(self) -> bool:
+        return self._doubts.worst[0] is Doubt.QUARANTINED
+
+    def _check_batch(self, batch: Batch) -> None:
+        finding = self.fingerprint.batch(batch.length)
+        if finding is not None:
+            self._doubt(finding.reason, finding.detail, finding.doubt)
+        if batch.rank is not None and batch.rank != self.rank:
+            self._doubt(
+                "wrong_rank",
+                f"the socket of rank {self.rank} sends batches of rank {batch.rank}: "
+                "correct the relay's ports or ranks",
+                Doubt.QUARANTINED,
+            )
+
+    def _place(self, event: Event) -> Lane | Dropped | None:
+        """The event's lane, declared if it is new, or why it can't have one."""
+        if isinstance(event, Dropped):
+            return None
+        finding = self.fingerprint.event(event.shape)
+        if finding is not None:
+            self._doubt(finding.reason, finding.detail, finding.doubt)
+        if self._quarantined or isinstance(event, Cleared):
+            return None
+        if isinstance(event, Removed):
+            return self._lanes.of_removal(event.tier, event.group)
+        self._lanes.separation(adapters=event.shape.tells_adapters, salts=event.shape.tells_salts)
+        lane = self._lanes.of_store(event, self._units)
+        if isinstance(lane, Dropped):
+            return lane
+        if event.unit_tokens:
+            self._units[lane.number] = lane.unit_tokens
+        if lane.number not in self._mirrored:
+            traits = self._lanes.engine.tiers[lane.tier]
+            self.mirror.add_lane(lane.number, multiset=traits.multiset)
+            self._mirrored.add(lane.number)
+        return lane
+
+    def _store(self, event: Stored, lane: Lane, now: float) -> None:
+        self._totals["events_stored"] += 1
+        if not event.hashes:
+            return  # every block of a window group was masked
+        try:
+            deltas = self.mirror.stored(
+                lane.number,
+                event.hashes,
+                event.width,
+                event.parent,
+                event.tokens,
+                event.unit_tokens or lane.unit_tokens,
+                now,
+                adapter=event.adapter,
+                cache_salt=event.cache_salt,
+                opaque=event.opaque,
+            )
+        except Rejected as error:
+            reason, detail = error.args
+            self._drop(Dropped(reason, str(detail), _REFUSALS.get(reason, Doubt.INCOMPLETE)))
+        else:
+            self._tell(deltas)
+
+    def _remove(self, event: Removed, lane: Lane | None) -> None:
+        self._totals["events_removed"] += 1
+        if lane is None or lane.number not in self._mirrored or not event.hashes:
+            return  # stored before the relay joined, if ever
+        self._tell(self.mirror.removed(lane.number, event.hashes, event.width))
+
+    def _clear(self) -> None:
+        self._totals["events_cleared"] += 1
+        engine = self._lanes.engine
+        cleared = set(self._lanes.numbers(engine.cleared_tiers)) & self._mirrored
+        self._tell(self.mirror.cleared(sorted(cleared)))
+        others = self._mirrored - cleared
+        if others:
+            self._tell(self.mirror.suspect(sorted(others)))
+        else:
+            self.numbering.cleared()
+            self._doubts.cleared()
+
+    def _drop(self, event: Dropped) -> None:
+        self._totals[f"drop_{event.reason}"] += 1
+        self._note(event.reason, event.detail, event.doubt)
+
+    def _doubt(self, reason: str, detail: str, doubt: Doubt) -> None:
+        self._totals[f"odd_{reason}"] += 1
+        self._note(reason, detail, doubt)
+
+    def _note(self, reason: str, detail: str, doubt: Doubt) -> None:
+        was_quarantined = self._quarantined
+        self._doubts.note(reason, detail, doubt)
+        if doubt is Doubt.STALE:
+            self._tell(self.mirror.suspect(sorted(self._mirrored)))
+        elif self._quarantined and not was_quarantined:
+            self._tell(self.mirror.cleared(sorted(self._mirrored)))
+            self.mirror.reset()
+
+    def _announce(self) -> None:
+        """A changed state is told in its place among the deltas; that batches were applied is not."""
+        state = self.state()
+        told = self._announced
+        if (state.state, state.reason, state.incarnation) != (
+            told.state,
+            told.reason,
+            told.incarnation,
+        ):
+            self._announced = state
+            self._messages.append(RelayMessage(rank_state=state))
+
+    def _tell(self, deltas: Sequence[CoreDelta]) -> None:
+        for delta in deltas:
+            self._messages.extend(self._messages_of(delta))
+
+    def _messages_of(self, delta: CoreDelta) -> Generator[RelayMessage, None, None]:
+        """A delta of the mirror, cut to the size of messages; each part names the block before it."""
+        step = self._settings.delta_hashes * 8
+        parent = delta.parent
+        for start in range(0, len(delta.hashes), step) or (0,):
+            part = delta.hashes[start : start + step]
+            yield RelayMessage(
+                delta=Delta(
+                    rank=self.rank,
+                    lane=delta.lane,
+                    op=delta.op,  # type: ignore[arg-type]
+                    confidence=delta.confidence,  # type: ignore[arg-type]
+                    parent=parent,
+                    hashes=part,
+                )
+            )
+            parent = int.from_bytes(part[-8:], "little")
+
+
+def _cut(text: str) -> str:
+    """At most what a RankState may carry."""
+    return text.encode()[:MAX_REASON_BYTES].decode(errors="ignore")

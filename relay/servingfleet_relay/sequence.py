@@ -1,0 +1,369 @@
+"""The numbering of one rank's batches: gaps, duplicates, replays, restarts.
+
+Pure: batches and the state of the socket in, steps in order out. What the payloads mean is none of its business.
+The number alone proves nothing: a new engine process counts from 0 again and may overtake. So the relay asks the
+engine to replay the last batch that it applied: the same bytes prove that the same process goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from servingfleet_protos.v1.common_pb2 import (
+    STREAM_STATE_HISTORY_LOST,
+    STREAM_STATE_LIVE,
+    STREAM_STATE_RESYNCING,
+    STREAM_STATE_UNPROVEN,
+)
+
+from .frames import END_OF_REPLAY
+
+REPLAYS_PER_HOLE = 3
+"""Older engines drop replies silently: ask again, but not for ever."""
+DIGESTS_BEYOND_BUFFER = 256
+START_SLACK_S = 2.0
+"""A process that started this much after its first batch was applied is another one: clocks and scrapes are coarse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The next batch."""
+
+    seq: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Batches are missing for good: what was held is unknown now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """Another engine process: what was held is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A batch that changes nothing. `reason` is a bounded word for counters."""
+
+    reason: str
+
+
+Step = Apply | Lost | Restarted | Ignored
+
+
+@dataclass(slots=True)
+class _Replay:
+    start: int
+    inclusive: bool
+    """`start` was applied already: its bytes are compared."""
+    progress: float
+    taken: bool = False
+    seen: bool = False
+
+
+class Sequence:
+    """The state machine of one rank."""
+
+    def __init__(
+        self,
+        *,
+        replay: bool,
+        deadline_s: float,
+        max_held_batches: int,
+        max_held_bytes: int,
+    ) -> None:
+        """`replay`: the engine has a replay socket. `deadline_s`: longest silence in a replay.
+
+        The bounds are for batches that arrive while a replay is under way.
+        """
+        self.incarnation = 1
+        self.replays = 0
+        self.gaps = 0
+        self._can_replay = replay
+        self._deadline_s = deadline_s
+        self._max_batches = max_held_batches
+        self._max_bytes = max_held_bytes
+        self._connected = False
+        self._next: int | None = None
+        self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self._since: float | None = None
+        self._replay: _Replay | None = None
+        self._attempts = 0
+        self._held: deque[Apply] = deque()
+        self._held_bytes = 0
+        self._unproven = "waiting for the engine's event socket"
+        self._broken_proof = False
+        self._incomplete = "what the engine held before the relay joined is unknown"
+
+    @property
+    def applied(self) -> int | None:
+        """Number of the last batch applied. None: none in this life of the engine."""
+        return self._next - 1 if self._next else None
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """StreamState and the reason for it, "" if live."""
+        if self._unproven:
+            return STREAM_STATE_UNPROVEN, self._unproven
+        if self._replay is not None:
+            return STREAM_STATE_RESYNCING, f"replay from {self._replay.start} under way"
+        if self._incomplete:
+            return STREAM_STATE_HISTORY_LOST, self._incomplete
+        return STREAM_STATE_LIVE, ""
+
+    def take_request(self) -> int | None:
+        """Where the replay that is wanted now starts; each is handed out once and replaces the one before."""
+        if self._replay is None or self._replay.taken:
+            return None
+        self._replay.taken = True
+        return self._replay.start
+
+    def socket_up(self, now: float) -> list[Step]:
+        """The event socket is connected (again)."""
+        if self._connected:
+            return []
+        self._connected = True
+        if self.applied is None:
+            self._unproven = ""
+            if self._can_replay:
+                self._ask(now)
+            return []
+        return self._suspect("reconnected; that it is the same engine process is not proven", now)
+
+    def socket_down(self) -> None:
+        """The event socket is lost: what is held for later may be of a dead engine."""
+        self._connected = False
+        self._replay = None
+        self._attempts = 0
+        self._forget_held()
+        self._unproven = "the engine's event socket is down"
+
+    def process_started(self, started: float, now: float) -> list[Step]:
+        """The engine says when its process started, in the clock of `now`."""
+        if (
+            self._since is None
+            or started <= self._since + START_SLACK_S
+            or self._replay is not None
+        ):
+            return []
+        if self._can_replay:
+            return self._suspect("the engine's process is newer than its events", now)
+        return self._restart("the engine's process is newer than its events")
+
+    def cleared(self) -> None:
+        """The engine holds nothing: the history before is of no account any more."""
+        self._incomplete = ""
+
+    def live(self, seq: int, payload: bytes, now: float) -> list[Step]:
+        """A batch from the subscription."""
+        if not self._connected:
+            # Still in the queue of a socket that is gone: the replay after the reconnect covers it.
+            return [Ignored("socket_down")]
+        steps = self._offer(Apply(seq, payload), now)
+        if self._replay is None:
+            self._attempts = 0
+        return steps
+
+    def _offer(self, batch: Apply, now: float) -> list[Step]:
+        if self._replay is None:
+            return self._accept(batch, now)
+        last = self._held[-1] if self._held else None
+        if last is not None and batch.seq <= last.seq:
+            if batch.payload == last.payload:
+                return [Ignored("duplicate_batch")]
+            # The numbers fall back while a replay is under way: of what is held only this is of the new life.
+            self._forget_held()
+            self._hold(batch)
+            reason = f"the numbers fell back from {last.seq} to {batch.seq}"
+            if self._attempts < REPLAYS_PER_HOLE:
+                return self._suspect(reason, now)
+            return [*self._restart(reason), *self._finish(now)]
+        self._hold(batch)
+        if len(self._held) > self._max_batches or self._held_bytes > self._max_bytes:
+            return self.replay_failed(f"{len(self._held)} batches arrived meanwhile", now)
+        return []
+
+    def replayed(self, seq: int, payload: bytes, now: float) -> list[Step]:
+        """A reply to the request that was taken last, the end marker included."""
+        replay = self._replay
+        if replay is None or not replay.taken:
+            return [Ignored("stray_reply")]
+        replay.progress = now
+        if seq == END_OF_REPLAY:
+            return self._end_of_replay(replay, now)
+        if replay.inclusive and not replay.seen:
+            return self._first_inclusive(replay, Apply(seq, payload), now)
+        replay.seen = True
+        if self._next is None:
+            return self._begin(Apply(seq, payload), now, f"the replay begins at {seq}")
+        if seq < self._next:
+            return [Ignored("duplicate_batch")]
+        if seq == self._next:
+            return self._apply(Apply(seq, payload), now)
+        if self._attempts < REPLAYS_PER_HOLE:
+            self._ask(now)
+            return []
+        return self._jump(Apply(seq, payload), now)
+
+    def replay_failed(self, reason: str, now: float) -> list[Step]:
+        """The replay that is under way will not end: go on with what there is."""
+        replay = self._replay
+        if replay is None:
+            return []
+        if replay.seen and not self._unproven:
+            # It may have gone on: only an unbroken next batch tells.
+            self._unproven = f"the replay from {replay.start} broke off: {reason}"
+            self._broken_proof = True
+        elif self._next is None:
+            self._incomplete = f"no replay of what came before: {reason}"
+        self._attempts = REPLAYS_PER_HOLE
+        return self._finish(now)
+
+    def tick(self, now: float) -> list[Step]:
+        """Time passes."""
+        if self._replay is not None and now - self._replay.progress > self._deadline_s:
+            return self.replay_failed(f"silent for {self._deadline_s:g} s", now)
+        return []
+
+    def _accept(self, batch: Apply, now: float) -> list[Step]:
+        if self._next is None:
+            lost = "" if batch.seq == 0 else self._incomplete or f"joined at {batch.seq}"
+            return self._begin(batch, now, lost)
+        if batch.seq == self._next:
+            if self._unproven:
+                if not self._broken_proof:
+                    self._incomplete = self._incomplete or f"reconnected at {batch.seq}, no replay"
+                self._prove()
+            return self._apply(batch, now)
+        if batch.seq > self._next:
+            if not self._can_replay or self._attempts >= REPLAYS_PER_HOLE:
+                return self._jump(batch, now)
+            self.gaps += 1
+            self._ask(now)
+            self._hold(batch)
+            return []
+        if self._digests.get(batch.seq) == _digest(batch.payload):
+            return [Ignored("duplicate_batch")]
+        reason = f"the numbers fell back from {self._next - 1} to {batch.seq}"
+        if self._can_replay and self._attempts < REPLAYS_PER_HOLE:
+            steps = self._suspect(reason, now)
+            self._hold(batch)
+            return steps
+        return [*self._restart(reason), *self._accept(batch, now)]
+
+    def _end_of_replay(self, replay: _Replay, now: float) -> list[Step]:
+        if replay.inclusive and not replay.seen:
+            # The process that published `start` would still have it, or later ones.
+            steps = self._restart(f"the engine knows no batch {replay.start}")
+            self._attempts = 0
+            self._ask(now)
+            return steps
+        if self._next is None:
+            # Asked from 0 it has nothing: it has published nothing yet.
+            self._next, self._incomplete = 0, ""
+            self._prove()
+        return self._finish(now, proven=replay.inclusive)
+
+    def _first_inclusive(self, replay: _Replay, batch: Apply, now: float) -> list[Step]:
+        if batch.seq < replay.start:
+            return [Ignored("stray_reply")]
+        if batch.seq > replay.start:
+            # The ring has rolled, or another process has overtaken: nobody can tell.
+            replay.seen = True
+            self._prove()
+            return self._jump(
+                batch, now, f"the engine's replay begins at {batch.seq}, after {replay.start}"
+            )
+        if self._digests.get(batch.seq) != _digest(batch.payload):
+            steps = self._restart(f"batch {batch.seq} is not what it was")
+            self._attempts = 0
+            self._ask(now)
+            return steps
+        replay.seen = True
+        self._prove()
+        return []
+
+    def _finish(self, now: float, *, proven: bool = False) -> list[Step]:
+        """No replay is under way any more: takes up what was held meanwhile."""
+        self._replay = None
+        held, self._held, self._held_bytes = self._held, deque(), 0
+        steps: list[Step] = []
+        for batch in held:
+            if proven and self._next is not None and batch.seq < self._next:
+                steps.append(Ignored("duplicate_batch"))
+            else:
+                steps += self._offer(batch, now)
+        if self._replay is None and (held or proven):
+            self._attempts = 0
+        return steps
+
+    def _begin(self, batch: Apply, now: float, lost: str) -> list[Step]:
+        """The first batch of what is known."""
+        self._incomplete = "" if batch.seq == 0 else lost
+        self._prove()
+        return self._apply(batch, now)
+
+    def _apply(self, batch: Apply, now: float) -> list[Step]:
+        self._since = now if self._since is None else self._since
+        self._next = batch.seq + 1
+        self._digests[batch.seq] = _digest(batch.payload)
+        while len(self._digests) > self._max_batches + DIGESTS_BEYOND_BUFFER:
+            self._digests.popitem(last=False)
+        return [batch]
+
+    def _jump(self, batch: Apply, now: float, reason: str = "") -> list[Step]:
+        """Goes on after a hole that nothing closes."""
+        if not self._can_replay:
+            self.gaps += 1
+        reason = reason or f"batches {self._next} to {batch.seq - 1} are lost"
+        self._incomplete = reason
+        self._prove()
+        return [Lost(reason), *self._apply(batch, now)]
+
+    def _restart(self, reason: str) -> list[Step]:
+        self.incarnation += 1
+        self._next = None
+        self._since = None
+        self._digests.clear()
+        self._replay = None
+        self._incomplete = "what the new engine process held before is unknown"
+        self._prove()
+        return [Restarted(reason)]
+
+    def _suspect(self, reason: str, now: float) -> list[Step]:
+        """It may be another process."""
+        self._unproven, self._broken_proof = reason, False
+        if self._can_replay:
+            self._ask(now)
+        return []
+
+    def _ask(self, now: float) -> None:
+        """Wants a replay from the last batch applied, or from the start."""
+        self._attempts += 1
+        self.replays += 1
+        applied = self.applied
+        self._replay = _Replay(applied or 0, applied is not None, now)
+
+    def _prove(self) -> None:
+        if self._connected:
+            self._unproven, self._broken_proof = "", False
+
+    def _hold(self, batch: Apply) -> None:
+        self._held.append(batch)
+        self._held_bytes += len(batch.payload)
+
+    def _forget_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=8).digest()

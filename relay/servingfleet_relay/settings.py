@@ -1,0 +1,101 @@
+"""What a relay is told: frozen, units in the names, reasons beside the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from servingfleet_core import HASH_VERSION
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """From an engine's events to the messages for schedulers."""
+
+    replica: str
+    """Pod uid, or an id of one's own outside Kubernetes."""
+    model: str
+    """As clients name it."""
+    ranks: tuple[int, ...]
+    stream_id: str
+    """Random, one life of this process."""
+    engine: str = "vllm"
+    engine_version: str = ""
+    endpoint: str = ""
+    """host:port where clients reach the engine. Empty: unknown."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    hash_version: str = HASH_VERSION
+    block_tokens: int = 16
+    """Canonical block of the fleet."""
+    engine_block_tokens: int = 0
+    """The engine's own block. 0: learned from its events."""
+    host_unit_tokens: int = 0
+    """Chunk of the engine's CPU offload, which its placeholder events don't tell. 0: as the GPU's blocks."""
+    replay: bool = True
+    """The engine has a replay socket."""
+    replay_deadline_s: float = 5.0
+    """Longest silence in a replay. An idle vLLM answers within 0.1 s."""
+    max_held_batches: int = 4096
+    """Live batches kept while a replay is under way: a minute of a busy engine."""
+    max_held_bytes: int = 64 * MIB
+    max_orphans: int = 10_000
+    orphan_ttl_s: float = 5.0
+    max_units: int = 4_000_000
+    """Engine blocks known to the mirror of one rank: 64 million tokens in blocks of 16."""
+    resend_window_messages: int = 4096
+    """Sent and not acknowledged. Beyond it a link waits."""
+    resend_window_bytes: int = 32 * MIB
+    outbox_messages: int = 16_384
+    """Waiting to be sent to one scheduler. Beyond it its session is given up for a snapshot."""
+    outbox_bytes: int = 64 * MIB
+    delta_hashes: int = 4096
+    """Most hashes in one message: 32 KiB, well below gRPC's limit, and short for the event loop."""
+    counters_interval_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class RankSockets:
+    """The engine's sockets for one rank."""
+
+    rank: int
+    events: str
+    """ZeroMQ endpoint, tcp://host:port."""
+    replay: str | None
+    bind: bool = False
+    """Bind the event socket and let the engine connect (vLLM given a concrete address does)."""
+
+
+@dataclass(frozen=True)
+class RelaySettings:
+    """The process around the pipeline."""
+
+    sockets: tuple[RankSockets, ...]
+    schedulers: tuple[str, ...]
+    """host:port each; every address that a name resolves to gets a link."""
+    engine_http: str | None = None
+    """Base address of the engine's HTTP server. None: no load, nothing learned from it."""
+    metrics_port: int | None = None
+    """None: no metrics server. 0: any free port."""
+    metrics_host: str = "0.0.0.0"
+    receive_high_water_messages: int = 20_000
+    """Beyond it ZeroMQ drops, which shows as a gap and is replayed."""
+    max_message_bytes: int = 8 * MIB
+    """ZeroMQ closes the connection of a larger message before it is in memory."""
+    tick_s: float = 0.25
+    status_interval_s: float = 5.0
+    """Age of the relay's own metrics at most: sizes are counted by walking the mirror."""
+    scrape_interval_s: float = 1.0
+    scrape_deadline_s: float = 2.0
+    resolve_interval_s: float = 5.0
+    """A scheduler that joined is found within this; the headless service's DNS is cached as long."""
+    connect_deadline_s: float = 5.0
+    welcome_deadline_s: float = 10.0
+    ack_deadline_s: float = 30.0
+    """A scheduler that acknowledges nothing for so long is given up and dialled again."""
+    reconnect_first_s: float = 0.2
+    reconnect_most_s: float = 10.0
+    """Backoff between these, doubled each time, with full jitter: a fleet must not return at once."""
+    batch_messages: int = 256
+    """Messages written to one scheduler before others get their turn."""

@@ -1,0 +1,200 @@
+"""Keeps one stream to every scheduler replica.
+
+Edge. Each link has a task of its own: a scheduler that is away or slow blocks no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from servingfleet_protos.v1.stream_pb2 import SchedulerMessage
+from servingfleet_protos.v1.stream_pb2_grpc import RelayIntakeStub
+
+from .pipeline import Pipeline
+from .settings import RelaySettings
+
+if TYPE_CHECKING:
+    from servingfleet_protos.v1.stream_pb2_grpc import RelayIntakeAsyncStub
+
+log = logging.getLogger(__name__)
+
+
+class Unreachable(Exception):
+    """The scheduler did not answer, or stopped to: dial again later."""
+
+
+class Links:
+    """The links to every address that the configured schedulers resolve to."""
+
+    def __init__(
+        self,
+        settings: RelaySettings,
+        pipeline: Pipeline,
+        rng: random.Random,
+        credentials: grpc.ChannelCredentials | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`credentials`: None speaks plain HTTP/2."""
+        self._settings = settings
+        self._pipeline = pipeline
+        self._rng = rng
+        self._credentials = credentials
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake: dict[str, asyncio.Event] = {}
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        for event in self._wake.values():
+            event.set()
+
+    async def run(self) -> None:
+        """Follows the schedulers' addresses until it is cancelled."""
+        known: dict[str, frozenset[str]] = {
+            target: frozenset() for target in self._settings.schedulers
+        }
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for target, addresses in known.items():
+                    # A name that does not resolve just now keeps the links that it has.
+                    known[target] = await self._resolve(target) or addresses
+                wanted = frozenset().union(*known.values())
+                for address in self._tasks.keys() - wanted:
+                    await self._end(address)
+                for address in sorted(wanted - self._tasks.keys()):
+                    self._wake[address] = asyncio.Event()
+                    self._tasks[address] = group.create_task(
+                        self._keep(address), name=f"link to {address}"
+                    )
+                await asyncio.sleep(self._settings.resolve_interval_s)
+
+    async def _end(self, address: str) -> None:
+        task = self._tasks.pop(address)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        del self._wake[address]
+        self._pipeline.forget_link(address)
+        log.info("scheduler gone", extra={"scheduler": address})
+
+    async def _resolve(self, target: str) -> frozenset[str]:
+        host, _, port = target.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._settings.connect_deadline_s):
+                found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            log.debug("scheduler not resolved", extra={"scheduler": target, "error": str(error)})
+            return frozenset()
+        return frozenset(
+            f"[{address[0]!s}]:{address[1]!s}"
+            if ":" in str(address[0])
+            else f"{address[0]!s}:{address[1]!s}"
+            for *_, address in found
+        )
+
+    async def _keep(self, address: str) -> None:
+        """Dials one scheduler again and again."""
+        backoff = self._settings.reconnect_first_s
+        fields = {"scheduler": address, "replica": self._pipeline.settings.replica}
+        told = False
+        while True:
+            welcomed = False
+            try:
+                async with self._channel(address) as channel:
+                    async with asyncio.timeout(self._settings.connect_deadline_s):
+                        await channel.channel_ready()
+                    stub: RelayIntakeAsyncStub = RelayIntakeStub(channel)
+                    call = stub.Stream()
+                    try:
+                        await self._greet(address, call)
+                        welcomed = True
+                        log.info("scheduler connected", extra=fields)
+                        await self._converse(address, call)
+                    finally:
+                        call.cancel()
+            except (grpc.aio.AioRpcError, Unreachable, TimeoutError) as error:
+                if welcomed or not told:
+                    log.warning("scheduler away", extra={**fields, "error": _why(error)})
+                told = True
+            finally:
+                with contextlib.suppress(
+                    KeyError
+                ):  # the first dial may fail before there is a link
+                    self._pipeline.close_link(address)
+            backoff = self._settings.reconnect_first_s if welcomed else backoff * 2
+            backoff = min(backoff, self._settings.reconnect_most_s)
+            await asyncio.sleep(self._rng.uniform(0, backoff))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        # Each link is one scheduler process: a channel shared by address would outlive it.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._credentials, options=options)
+
+    async def _greet(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        async with asyncio.timeout(self._settings.welcome_deadline_s):
+            await call.write(self._pipeline.open_link(address, self._clock()))
+            answer = await call.read()
+        if not isinstance(answer, SchedulerMessage):
+            raise Unreachable("the stream ended before the welcome")
+        self._pipeline.receive(address, answer, self._clock())
+        if self._pipeline.broken(address):
+            raise Unreachable("the scheduler's first answer was no welcome that fits")
+
+    async def _converse(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        reading = asyncio.create_task(self._read(address, call))
+        writing = asyncio.create_task(self._write(address, call))
+        try:
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _read(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        while True:
+            quiet = self._clock()
+            reading = asyncio.ensure_future(call.read())
+            try:
+                while not (await asyncio.wait({reading}, timeout=self._settings.ack_deadline_s))[0]:
+                    if self._pipeline.unacknowledged(address):
+                        raise Unreachable(f"silent for {self._clock() - quiet:.0f} s, owes acks")
+                answer = reading.result()
+            finally:
+                reading.cancel()
+            if not isinstance(answer, SchedulerMessage):
+                raise Unreachable("the scheduler ended the stream")
+            self._pipeline.receive(address, answer, self._clock())
+
+    async def _write(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        wake = self._wake[address]
+        while True:
+            wake.clear()
+            while messages := self._pipeline.take(address, self._settings.batch_messages):
+                for message in messages:
+                    # Returns when the message is on its way: the peer's flow control holds it up here.
+                    async with asyncio.timeout(self._settings.ack_deadline_s):
+                        await call.write(message)
+            if self._pipeline.broken(address):
+                raise Unreachable("fell too far behind, or broke the protocol: starts anew")
+            await wake.wait()
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

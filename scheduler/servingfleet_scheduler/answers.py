@@ -1,0 +1,147 @@
+"""Domain values to the protocol's messages. Pure."""
+
+from __future__ import annotations
+
+from servingfleet_core import Index
+from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
+
+from .candidates import Option, load_age
+from .figures import figures
+from .ledger import Row
+from .policy.candidate import Estimate, Reuse
+from .replicas import Rank, Replica
+
+RANK_HEADER = "X-data-parallel-rank"
+"""What vLLM's front end reads to place a request on a rank."""
+
+_TIERS = (
+    common_pb2.TIER_GPU,
+    common_pb2.TIER_HOST,
+    common_pb2.TIER_DISK,
+    common_pb2.TIER_SHARED,
+)
+
+
+def target(option: Option) -> common_pb2.Target:
+    return common_pb2.Target(replica=option.replica.name, rank=option.rank.number)
+
+
+def headers(option: Option) -> dict[str, str]:
+    """None for an engine of one rank: it has nothing to choose."""
+    return {RANK_HEADER: str(option.rank.number)} if len(option.replica.ranks) > 1 else {}
+
+
+def prediction(reuse: Reuse) -> routing_pb2.Prediction:
+    return routing_pb2.Prediction(
+        prompt_tokens=reuse.prompt_tokens,
+        predicted=reuse.predicted,
+        lower=reuse.lower,
+        upper=reuse.upper,
+        tiers=[
+            routing_pb2.TierTokens(tier=tier, tokens=tokens)
+            for tier, tokens in zip(_TIERS, reuse.tiers, strict=True)
+            if tokens
+        ],
+    )
+
+
+def fallback(option: Option, estimate: Estimate) -> routing_pb2.Fallback:
+    return routing_pb2.Fallback(
+        target=target(option),
+        endpoint=option.replica.endpoint,
+        estimated_ttft_s=estimate.seconds,
+        prediction=prediction(option.candidate.reuse),
+    )
+
+
+def candidate(
+    option: Option, estimate: Estimate, *, chosen: bool, refused: str, now: float
+) -> routing_pb2.Candidate:
+    return routing_pb2.Candidate(
+        target=target(option),
+        endpoint=option.replica.endpoint,
+        prediction=prediction(option.candidate.reuse),
+        terms=[
+            routing_pb2.CostTerm(name=term.name, seconds=term.seconds) for term in estimate.terms
+        ],
+        estimated_ttft_s=estimate.seconds,
+        chosen=chosen,
+        refused=refused,
+        stream_state=option.replica.state(option.rank),
+        load_age_s=load_age(option.rank, now),
+        dispatched_requests=option.candidate.dispatched_requests,
+    )
+
+
+def reuse_report(model: str, replica: str, row: Row, min_pairs: int) -> fleet_pb2.ReuseReport:
+    sums = row.sums
+    return fleet_pb2.ReuseReport(
+        model=model,
+        replica=replica,
+        figures=[
+            fleet_pb2.Figure(
+                name=figure.name,
+                value=figure.value,
+                low=figure.low,
+                high=figure.high,
+                numerator=figure.numerator,
+                denominator=figure.denominator,
+                pairs=figure.pairs,
+                definition=figure.definition,
+            )
+            for figure in figures(sums, min_pairs)
+        ],
+        sums=fleet_pb2.ReuseSums(
+            decisions=sums.decisions,
+            pairs=sums.pairs,
+            prompt=sums.prompt,
+            best=sums.best,
+            predicted=sums.predicted,
+            actual=sums.actual,
+            agreed=sums.agreed,
+            erroneous=sums.erroneous,
+            interval_hits=sums.interval_hits,
+            rejected=sums.rejected,
+        ),
+        set_aside=row.set_aside,
+    )
+
+
+def replica(each: Replica, index: Index, now: float) -> fleet_pb2.Replica:
+    return fleet_pb2.Replica(
+        replica=each.name,
+        model=each.model,
+        engine=each.engine,
+        engine_version=each.engine_version,
+        endpoint=each.endpoint,
+        ranks=[_rank(each, rank, index, now) for _, rank in sorted(each.ranks.items())],
+        connected=each.connected,
+        relay_totals=each.relay_totals,
+    )
+
+
+def _rank(each: Replica, rank: Rank, index: Index, now: float) -> fleet_pb2.Rank:
+    lanes = {lane.lane: lane for lane in each.profile.lanes}
+    load = rank.load
+    return fleet_pb2.Rank(
+        rank=rank.number,
+        state=each.state(rank),
+        reason=each.why(rank),
+        incarnation=rank.incarnation,
+        engine_seq=rank.engine_seq,
+        lanes=[
+            fleet_pb2.LaneHolding(
+                tier=lanes[number].tier,
+                state_class=lanes[number].state_class,
+                group=lanes[number].group,
+                blocks=blocks,
+            )
+            for number, blocks in index.held(each.number, rank.number)
+            if number in lanes
+        ],
+        credits=index.credits(each.number, rank.number),
+        running_requests=load.running_requests if load else None,
+        waiting_requests=load.waiting_requests if load else None,
+        load_age_s=load_age(rank, now),
+        dispatched_requests=len(rank.dispatches),
+    )

@@ -1,0 +1,74 @@
+"""One replica and its ranks, as known now. Values only: `fleet` changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from servingfleet_protos.v1 import common_pb2, stream_pb2
+
+from .backlog import Dispatch, Load
+from .settings import StaticReplica
+
+LIVE = common_pb2.STREAM_STATE_LIVE
+HISTORY_LOST = common_pb2.STREAM_STATE_HISTORY_LOST
+RESYNCING = common_pb2.STREAM_STATE_RESYNCING
+UNPROVEN = common_pb2.STREAM_STATE_UNPROVEN
+NO_RELAY = common_pb2.STREAM_STATE_UNSPECIFIED
+
+
+@dataclass(slots=True)
+class Rank:
+    """One data-parallel rank. `state` and `reason` are as the relay said last."""
+
+    number: int
+    state: common_pb2.StreamState.ValueType = NO_RELAY
+    reason: str = ""
+    incarnation: int = 0
+    engine_seq: int | None = None
+    warm: bool = False
+    """Its snapshot has ended at this scheduler."""
+    doubted: bool = False
+    """Something of it could not be applied since its last snapshot began."""
+    load: Load | None = None
+    dispatches: dict[str, Dispatch] = field(default_factory=dict)
+    """Sent there by this scheduler and not yet ended, by decision id."""
+    last_dispatch: int = 0
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine. `number` is its number in the model's index."""
+
+    name: str
+    model: str
+    number: int
+    profile: stream_pb2.Profile
+    endpoint: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    connected: bool = False
+    """A relay's stream is open."""
+    away_since: float | None = None
+    """Since when its stream is closed; None: it is open, or there never was one."""
+    static: StaticReplica | None = None
+    relay_totals: dict[str, int] = field(default_factory=dict)
+    relay_mirror_bytes: int = 0
+
+    @property
+    def pairs(self) -> bool:
+        """Its blocks are hashed as pairs of tokens."""
+        return self.profile.key_form == common_pb2.KEY_FORM_PAIR
+
+    def state(self, rank: Rank) -> common_pb2.StreamState.ValueType:
+        """What the rank's stream is worth: a closed stream proves nothing."""
+        return UNPROVEN if self.away_since is not None else rank.state
+
+    def why(self, rank: Rank) -> str:
+        """The reason for the state, for people."""
+        return "relay away" if self.away_since is not None else rank.reason
+
+    def certain(self, rank: Rank) -> bool:
+        """The index knows all that this rank holds."""
+        return self.state(rank) == LIVE and rank.warm

@@ -1,0 +1,109 @@
+"""Every number that an operator can set, with its unit and the reason for its default.
+
+The numbers of the estimate live in `policy.estimate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .policy.estimate import Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class StaticReplica:
+    """A replica that is known without a relay: routed by load and credits until a relay speaks for it."""
+
+    model: str
+    replica: str
+    endpoint: str = ""
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Settings of the scheduler without its ports."""
+
+    block_tokens: int = 16
+    """Canonical block size; the whole fleet must share it."""
+    policy: str = "cost"
+    speeds: Speeds = field(default_factory=Speeds)
+    static_replicas: tuple[StaticReplica, ...] = ()
+
+    # Requests
+    max_prompt_tokens: int = 1_048_576
+    """Longest prompt routed: 4 MiB of tokens, 512 KiB of hashes."""
+    decision_ttl_s: float = 900.0
+    """An outcome may come this long after its decision; beyond it counts as late. Long enough for a long answer."""
+    max_decisions: int = 200_000
+    """Open decisions remembered; beyond it the oldest are forgotten (their outcome joins from the id itself)."""
+    max_ended: int = 1_000_000
+    """Ended decisions remembered, to tell a second outcome; 16 bytes of fingerprint each."""
+    predictions_kept: int = 16
+    """Targets per decision whose prediction is kept, for outcomes that ran elsewhere."""
+    load_stale_s: float = 10.0
+    """Older engine load is ignored: several scrape intervals have failed by then."""
+
+    # Credits
+    credit_ttl_s: float = 60.0
+    """A credit ends by itself: by then the engine has announced the blocks or will not."""
+    max_credits: int = 50_000
+    max_credit_blocks: int = 20_000_000
+    """Blocks under credit, all credits together: bounds memory when many long prompts are in flight."""
+
+    # Relay streams
+    hello_s: float = 10.0
+    """A stream that has not said who it is by then is ended."""
+    window_messages: int = 4096
+    """Unacknowledged messages that a relay may have out."""
+    ack_messages: int = 64
+    """An acknowledgement goes out at least every so many messages."""
+    ack_idle_s: float = 0.2
+    """Or this long after the first message not yet acknowledged."""
+    snapshot_slots: int = 2
+    """Snapshots at once: a snapshot is the heaviest thing a relay sends, and routing goes on meanwhile."""
+    snapshot_silence_s: float = 10.0
+    """A slot whose relay says nothing for so long is given to the next."""
+    snapshot_limit_s: float = 300.0
+    """No snapshot holds a slot longer."""
+    resync_interval_s: float = 10.0
+    """Least time between two resyncs asked of one rank: a relay that keeps sending nonsense can't cause a storm."""
+    takeover_silence_s: float = 5.0
+    """Another stream may speak for a replica once the present one was silent for so long, or is closed."""
+    replica_ttl_s: float = 600.0
+    """A replica whose stream is closed is forgotten after this: an autoscaler has removed it by then."""
+    max_replicas: int = 4096
+    max_ranks: int = 1024
+    """Ranks of one replica."""
+    max_index_entries: int = 100_000_000
+    """(holder, block) pairs of one model's index."""
+    outbox_messages: int = 10_000
+    """Messages waiting for one relay; beyond it credits are kept from it and counted."""
+
+    # Ledger
+    min_pairs: int = 20
+    """A figure from fewer pairs is shown as unknown."""
+    window_s: float = 3600.0
+    """Span of the figures."""
+    bucket_s: float = 60.0
+    """The window slides by so much."""
+    max_ledger_keys: int = 8192
+    """(model, replica) pairs told apart; further replicas of a model are counted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Ports and limits of the process."""
+
+    listen: str = "127.0.0.1:50051"
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    """0: any free port; it is in the log line "listening"."""
+    max_message_bytes: int = 16 * 1024 * 1024
+    """Takes a prompt of a million tokens, also as repeated integers (at most 5 bytes each)."""
+    drain_s: float = 5.0
+    """Seconds that calls in flight get after SIGTERM."""
+    tick_s: float = 0.1
+    token_key: bytes = b""
+    """Key of the decision ids, shared by the schedulers of a fleet. Empty: random, so that only this process can
+    join its own decisions."""

@@ -1,0 +1,424 @@
+"""Continuous batching over one rank's block pool, in the order in which vLLM's scheduler does things.
+
+Pure: time is an argument, nothing is computed. A step is `schedule`, the time that it takes, then `complete`. Running
+sequences come first, then waiting ones in order of arrival; full blocks are announced when they are scheduled; a
+sequence that finds no block takes those of the youngest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .events import Event, Stored
+from .host import HostTier
+from .pool import BlockPool
+from .sequence import Phase, Sequence
+
+
+class DoesNotFit(ValueError):
+    """A prompt that the engine could never hold: the client must shorten it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of one rank."""
+
+    blocks: int = 1024
+    """GPU blocks, of which one is never used."""
+    block_size: int = 16
+    """Tokens in a block."""
+    max_sequences: int = 256
+    """Sequences in one step."""
+    max_step_tokens: int = 8192
+    """Tokens computed in one step: longer prompts are computed in chunks. vLLM's default from 70 GiB on."""
+    max_model_len: int = 0
+    """Tokens of prompt and output together; 0: as many as the blocks hold."""
+    host_chunks: int = 0
+    """Chunks in the host tier; 0: no host tier."""
+    host_chunk_blocks: int = 1
+    host_described: bool = False
+    """Whether host events hold tokens; False: placeholders, which is vLLM's default."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that a sequence may have."""
+        held = (self.blocks - 1) * self.block_size
+        return min(self.max_model_len, held) if self.max_model_len else held
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes for one sequence."""
+
+    sequence: Sequence
+    tokens: int
+    context: int
+    """Tokens of it that were computed before."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it only extends the output by one."""
+        return self.tokens == 1 and self.context >= self.sequence.prompt_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step. Without work it only waits: for loads, or to announce what was copied."""
+
+    work: list[Work] = field(default_factory=list)
+    load_until: float | None = None
+    """When the next load ends; None: none is under way."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a completed step brought."""
+
+    events: list[Event]
+    """One batch, in order; empty: nothing is published."""
+    sampled: list[tuple[Sequence, int]]
+    """A new token of a sequence, which may have finished with it."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. Tokens, but for the preemptions."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """One rank: its sequences and its caches."""
+
+    def __init__(self, limits: Limits, hash_seed: bytes) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.blocks)
+        self.host = (
+            HostTier(
+                limits.host_chunks,
+                limits.host_chunk_blocks,
+                limits.block_size,
+                described=limits.host_described,
+            )
+            if limits.host_chunks
+            else None
+        )
+        self.counters = Counters()
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
+        self._hash_seed = hash_seed
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to make."""
+        copying = self.host is not None and self.host.writing
+        return bool(self.running or self.waiting or self.loading or copying)
+
+    @property
+    def running_count(self) -> int:
+        """Sequences being computed: vLLM's num_requests_running."""
+        return len(self.running)
+
+    @property
+    def waiting_count(self) -> int:
+        """Sequences that wait to be: vLLM's num_requests_waiting."""
+        return len(self.waiting) + len(self.loading)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises DoesNotFit."""
+        longest = self.limits.longest
+        if not sequence.prompt_tokens:
+            raise DoesNotFit("the prompt is empty, expected at least 1 token")
+        if sequence.prompt_tokens + 1 > longest:
+            raise DoesNotFit(
+                f"the prompt has {sequence.prompt_tokens} tokens; this model holds {longest} "
+                "with at least 1 token of output"
+            )
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ends a sequence whose client is gone. What it announced stays announced."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
+            self._unpin(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._finish(sequence)
+
+    def reset(self, *, running: bool = False, host: bool = False) -> bool:
+        """Empties the GPU cache, and with `host` the host tier. True: done.
+
+        Refused while sequences hold blocks, unless `running`: then they start again from their first token. The event
+        goes out with the next step that has one.
+        """
+        if running:
+            while self.running:
+                self._preempt(self.running.pop())
+        done = self.pool.reset()
+        if done and host and self.host is not None:
+            self.host.reset()
+        return done
+
+    def schedule(self, now: float, load_s: float = 0.0, load_token_s: float = 0.0) -> Step | None:
+        """Chooses what the next step computes and gives it blocks; None: there is nothing to do.
+
+        A load from the host tier takes `load_s` and `load_token_s` for each token.
+        """
+        if not self.busy:
+            return None
+        step = Step()
+        budget, preempted = self._schedule_running(step)
+        if not preempted:
+            self._schedule_waiting(step, budget, now, load_s, load_token_s)
+        coming = (sequence.loaded_at for sequence in self.loading if sequence.loaded_at > now)
+        step.load_until = min(coming, default=None)
+        if self.host is not None:
+            for work in step.work:
+                self.host.offer(work.sequence, work.sequence.computed)
+            self.host.settle()
+        return step
+
+    def complete(self, step: Step) -> Outcome:
+        """Ends a step: samples tokens, frees what has finished, takes the events."""
+        if self.host is not None:
+            self.host.finish_writes()
+        sampled = []
+        for work in step.work:
+            sequence = work.sequence
+            if sequence.phase is not Phase.RUNNING:
+                continue  # aborted during the step
+            if sequence.computed < len(sequence.tokens):
+                continue
+            token = sequence.next_token()
+            sequence.tokens.append(token)
+            sequence.hash_blocks(self.limits.block_size, self._hash_seed)
+            self.counters.generated_tokens += 1
+            sampled.append((sequence, token))
+            if (
+                sequence.output_tokens >= sequence.asked.max_tokens
+                or len(sequence.tokens) >= self.limits.longest
+            ):
+                self.running.remove(sequence)
+                self._finish(sequence)
+        events = self.pool.take_events()
+        if self.host is not None:
+            # Within a batch vLLM puts the connector's events behind the GPU's.
+            events.extend(self.host.take_events())
+        return Outcome(events, sampled)
+
+    def _schedule_running(self, step: Step) -> tuple[int, bool]:
+        budget = self.limits.max_step_tokens
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            tokens = min(len(sequence.tokens) - sequence.computed, budget)
+            while not self._grow(sequence, tokens):
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted = True
+                if victim is sequence:
+                    return budget, True
+            self._compute(step, sequence, tokens)
+            budget -= tokens
+            index += 1
+        return budget, preempted
+
+    def _schedule_waiting(
+        self, step: Step, budget: int, now: float, load_s: float, load_token_s: float
+    ) -> None:
+        # Sequences that hold blocks go first: what they loaded would otherwise be stuck.
+        for sequence in [other for other in self.loading if other.loaded_at <= now]:
+            if budget <= 0 or len(self.running) >= self.limits.max_sequences:
+                return
+            self._loaded(sequence)
+            tokens = min(len(sequence.tokens) - sequence.computed, budget)
+            if not self._grow(sequence, tokens):
+                return  # it keeps what it loaded, and tries again with the next step
+            self.loading.remove(sequence)
+            self._run(step, sequence, tokens)
+            budget -= tokens
+        passed: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            admitted = self._admit(sequence, budget, now, load_s, load_token_s)
+            if admitted is None:
+                passed.append(self.waiting.popleft())
+                continue
+            if not admitted:
+                break
+            self.waiting.popleft()
+            if sequence.phase is Phase.LOADING:
+                self.loading.append(sequence)
+            else:
+                tokens = min(len(sequence.tokens) - sequence.computed, budget)
+                self._run(step, sequence, tokens)
+                budget -= tokens
+        self.waiting.extendleft(reversed(passed))
+
+    def _admit(
+        self, sequence: Sequence, budget: int, now: float, load_s: float, load_token_s: float
+    ) -> bool | None:
+        """Gives a waiting sequence its blocks: True; False: none to give; None: let others go first."""
+        sequence.hash_blocks(self.limits.block_size, self._hash_seed)
+        hit = list(self._hit(sequence))
+        local = len(hit) * self.limits.block_size
+        if hit and sequence.asked.report_reused:
+            self._announce(sequence, 0, len(hit))
+        external = 0
+        if self.host is not None:
+            found = self.host.match(sequence, local)
+            if found is None:
+                return None
+            external = found
+        reused = local + external
+        if external:
+            target, reserved = reused, self._reserved()
+        else:
+            target = min(len(sequence.tokens), reused + budget)
+            reserved = 0
+        held = sum(map(self.pool.is_free, hit))
+        # The whole prompt must fit at admission, although only a chunk is allocated.
+        if self._blocks(len(sequence.tokens)) - len(hit) + held > self.pool.free:
+            return False
+        wanted = self._blocks(target) - len(hit)
+        if wanted + held > self.pool.free - reserved:
+            return False
+        self.pool.hold(hit)
+        sequence.blocks = [*hit, *self.pool.allocate(wanted)]
+        sequence.named = len(hit)
+        sequence.computed = reused
+        sequence.chunks_seen_from = sequence.chunks_seen = 0
+        self._count(sequence, local, external)
+        if external:
+            assert self.host is not None
+            sequence.phase = Phase.LOADING
+            sequence.loaded_at = now + load_s + load_token_s * external
+            self.host.pin(sequence, local, reused)
+        else:
+            self._name(sequence, target)
+        return True
+
+    def _loaded(self, sequence: Sequence) -> None:
+        """The host tier has filled its blocks: they are cached now, and it may compute the rest."""
+        self._unpin(sequence)
+        self._name(sequence, sequence.computed)
+        # Still LOADING until there is a block for its next token.
+        if sequence.computed == len(sequence.tokens):
+            sequence.computed -= 1  # the last token must be computed for the next one
+
+    def _run(self, step: Step, sequence: Sequence, tokens: int) -> None:
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+        self._compute(step, sequence, tokens)
+
+    def _compute(self, step: Step, sequence: Sequence, tokens: int) -> None:
+        step.work.append(Work(sequence, tokens, sequence.computed))
+        sequence.computed += tokens
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for `tokens` more tokens. False: there are too few."""
+        target = sequence.computed + tokens
+        missing = self._blocks(target) - len(sequence.blocks)
+        if missing > self.pool.free:
+            return False
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(missing)
+        self._name(sequence, target)
+        return True
+
+    def _hit(self, sequence: Sequence) -> Iterator[int]:
+        if sequence.asked.prompt_logprobs:
+            return
+        # One token at least is computed, or there would be nothing to sample from.
+        most = (len(sequence.tokens) - 1) // self.limits.block_size
+        for digest in sequence.hashes[:most]:
+            block = self.pool.find(digest)
+            if block is None:
+                return
+            yield block
+
+    def _name(self, sequence: Sequence, tokens: int) -> None:
+        """Caches and announces the blocks that the first `tokens` tokens fill."""
+        full = tokens // self.limits.block_size
+        first = sequence.named
+        if full <= first:
+            return
+        self.pool.name(sequence.blocks[first:full], sequence.hashes[first:full])
+        sequence.named = full
+        self._announce(sequence, first, full)
+
+    def _announce(self, sequence: Sequence, first: int, end: int) -> None:
+        size = self.limits.block_size
+        asked = sequence.asked
+        self.pool.announce(
+            Stored(
+                hashes=tuple(sequence.hashes[first:end]),
+                parent=sequence.hashes[first - 1] if first else None,
+                tokens=tuple(sequence.tokens[first * size : end * size]),
+                block_size=size,
+                adapter=asked.adapter,
+                adapter_number=asked.adapter_number,
+                extra_keys=tuple(sequence.extra_keys(block) for block in range(first, end)),
+                session=asked.session,
+            )
+        )
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._free(sequence)
+        sequence.computed = 0
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.FINISHED
+        if self.host is not None:
+            self.host.used(sequence)
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        # Tails first, so that the heads, which more prompts share, stay longer.
+        self.pool.release(sequence.blocks[::-1])
+        sequence.blocks = []
+        sequence.named = 0
+
+    def _unpin(self, sequence: Sequence) -> None:
+        assert self.host is not None
+        self.host.unpin(sequence, sequence.named * self.limits.block_size, sequence.computed)
+
+    def _reserved(self) -> int:
+        """Blocks that prompts already begun still need: a load must leave them."""
+        begun = [*self.loading, *(s for s in self.running if s.computed < len(s.tokens))]
+        return sum(self._blocks(len(other.tokens)) - len(other.blocks) for other in begun)
+
+    def _count(self, sequence: Sequence, local: int, external: int) -> None:
+        if sequence.preemptions:
+            return  # what is reported is the reuse of the first admission
+        sequence.cached_tokens = local + external
+        sequence.host_tokens = external
+        self.counters.prompt_tokens += sequence.prompt_tokens
+        if sequence.asked.prompt_logprobs:
+            return
+        self.counters.prefix_queries += len(sequence.tokens)
+        self.counters.prefix_hits += local
+        if self.host is not None:
+            self.counters.host_queries += len(sequence.tokens) - local
+            self.counters.host_hits += external
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)

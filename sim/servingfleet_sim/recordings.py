@@ -1,0 +1,217 @@
+"""Reads a recorded event stream: what the engine published, what was asked of it, what it says it reused.
+
+One folder a recording (docs/recordings.md): `events.jsonl`, `requests.jsonl`, `engine.json` where known. Pure but for
+reading files; nothing here interprets an event.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class RecordingError(ValueError):
+    """A folder is not a recording that we can read: says which file, which line, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One multipart message as a subscriber received it."""
+
+    time: float
+    """Arrival, seconds since the epoch."""
+    rank: int
+    frames: tuple[bytes, ...]
+
+    @property
+    def seq(self) -> int | None:
+        """The engine's sequence number, or None where the frames hold none."""
+        if len(self.frames) < 2 or len(self.frames[-2]) != 8:
+            return None
+        return int.from_bytes(self.frames[-2], "big")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request to the engine and what it reported at the end."""
+
+    number: int
+    """Line in the recording, from 0."""
+    label: str
+    start: float
+    end: float
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids; more than one where one request carried several prompts."""
+    prompt_tokens: int
+    cached_tokens: int
+    adapter: str = ""
+    cache_salt: str = ""
+    prompt_logprobs: bool = False
+    rank: int | None = None
+    """Data-parallel rank that the request named; None: it named none."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Something done to the engine, other than a request: a reset, a stop, a start."""
+
+    time: float
+    what: str
+    succeeded: bool
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether the engine's prefix cache was emptied."""
+        return self.succeeded and "reset" in self.what.split()[0]
+
+    @property
+    def socket(self) -> bool | None:
+        """True: the engine's sockets came up; False: they went away; None: neither."""
+        words = self.what.split()
+        if words[0] == "engine" and words[-1] in ("gone", "healthy"):
+            return words[-1] == "healthy"
+        return None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded run."""
+
+    name: str
+    ranks: int
+    messages: tuple[Message, ...]
+    requests: tuple[Request, ...]
+    controls: tuple[Control, ...]
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(folder: Path) -> Recording:
+    """Reads one folder. Raises RecordingError."""
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise RecordingError(
+            f"{folder}: no events.jsonl; expected a folder that holds a recorded stream"
+        )
+    ranks: dict[str, int] = {}
+    rows = list(_rows(events))
+    for source in sorted({_text(row, "src", events, line) for line, row in rows}, key=_port):
+        ranks[source] = len(ranks)
+    messages = tuple(
+        Message(_number(row, "t", events, line), ranks[row["src"]], _frames(row, events, line))
+        for line, row in rows
+    )
+    requests, controls = _requests(folder / "requests.jsonl")
+    engine = folder / "engine.json"
+    facts = json.loads(engine.read_text()) if engine.is_file() else {}
+    return Recording(folder.name, max(1, len(ranks)), messages, requests, controls, facts)
+
+
+def read_messages(path: Path, rank: int = 0) -> tuple[Message, ...]:
+    """Reads one file of messages, such as the answer of a replay socket. Raises RecordingError."""
+    return tuple(
+        Message(_number(row, "t", path, line), rank, _frames(row, path, line))
+        for line, row in _rows(path)
+    )
+
+
+def _requests(path: Path) -> tuple[tuple[Request, ...], tuple[Control, ...]]:
+    requests: list[Request] = []
+    controls: list[Control] = []
+    if not path.is_file():
+        return (), ()
+    rows = list(_rows(path))
+    for line, row in rows:
+        if "op" in row:
+            raise RecordingError(
+                f"{path}:{line}: operations on a bare cache, not requests to an engine; expected "
+                "lines that hold t, request, prompt_tokens and cached_tokens"
+            )
+    starts = sorted(_number(row, "t", path, line) for line, row in rows)
+    for _, row in rows:
+        time = float(row["t"])
+        if "control" in row:
+            controls.append(Control(time, str(row["control"]), _succeeded(row)))
+        elif "cached_tokens" in row:
+            # A recording without end times was sequential: each request ended before the next began.
+            following = next((start for start in starts if start > time), time + 1.0)
+            requests.append(_request(len(requests), row, float(row.get("t_done", following))))
+    return tuple(requests), tuple(controls)
+
+
+def _request(number: int, row: Mapping[str, Any], end: float) -> Request:
+    asked = row["request"]
+    prompt = row.get("prompt_token_ids") or asked["prompt"]
+    prompts = (
+        tuple(map(tuple, prompt)) if prompt and isinstance(prompt[0], list) else (tuple(prompt),)
+    )
+    headers = {key.lower(): value for key, value in (row.get("headers") or {}).items()}
+    rank = headers.get("x-data-parallel-rank")
+    return Request(
+        number=number,
+        label=str(row.get("label", "")),
+        start=float(row["t"]),
+        end=end,
+        prompts=prompts,
+        prompt_tokens=int(row["prompt_tokens"]),
+        cached_tokens=int(row["cached_tokens"]),
+        adapter=asked.get("lora") or "",
+        cache_salt=asked.get("cache_salt") or "",
+        prompt_logprobs=asked.get("prompt_logprobs") is not None,
+        rank=None if rank is None else int(rank),
+    )
+
+
+def _succeeded(row: Mapping[str, Any]) -> bool:
+    answer = row.get("resp")
+    if isinstance(answer, Mapping):
+        return bool(answer.get("success"))
+    return answer in (None, "True", True)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open() as lines:
+        for line, text in zip(itertools.count(1), lines, strict=False):
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise RecordingError(f"{path}:{line}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise RecordingError(f"{path}:{line}: {type(row).__name__}, expected an object")
+            yield line, row
+
+
+def _number(row: Mapping[str, Any], key: str, path: Path, line: int) -> float:
+    value = row.get(key)
+    if not isinstance(value, int | float):
+        raise RecordingError(f"{path}:{line}: {key!r} is {value!r}, expected a number")
+    return float(value)
+
+
+def _text(row: Mapping[str, Any], key: str, path: Path, line: int) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise RecordingError(f"{path}:{line}: {key!r} is {value!r}, expected a string")
+    return value
+
+
+def _frames(row: Mapping[str, Any], path: Path, line: int) -> tuple[bytes, ...]:
+    frames = row.get("frames")
+    if not isinstance(frames, list):
+        raise RecordingError(
+            f"{path}:{line}: 'frames' is {frames!r}, expected a list of base64 strings"
+        )
+    try:
+        return tuple(base64.b64decode(frame, validate=True) for frame in frames)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RecordingError(f"{path}:{line}: a frame is not base64: {error}") from error
+
+
+def _port(source: str) -> tuple[int, str]:
+    digits = source.rpartition(":")[2]
+    return (int(digits) if digits.isdigit() else 0, source)

@@ -1,0 +1,314 @@
+"""The prefix index as sets, and the resume function as its definition reads: slow, and plainly right.
+
+Shares no code with the core. Times are tokens, blocks are counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+GPU = 1
+ATTENTION, WINDOW, RECURRENT = 1, 2, 3
+CONFIRMED, UPPER = 1, 2
+
+
+@dataclass(frozen=True)
+class Lane:
+    number: int
+    tier: int
+    state_class: int
+    group: int
+    window: int
+    unit: int
+    upper_in_predicted: bool
+
+    def packed(self) -> tuple[int, int, int, int, int, int, bool]:
+        return (
+            self.number,
+            self.tier,
+            self.state_class,
+            self.group,
+            self.window,
+            self.unit,
+            self.upper_in_predicted,
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    tier: int
+    whole_prompt: bool = False
+    less_units: int = 0
+    extends: bool = True
+
+    def packed(self) -> tuple[int, bool, int, bool]:
+        return (self.tier, self.whole_prompt, self.less_units, self.extends)
+
+
+@dataclass(frozen=True)
+class Profile:
+    lanes: tuple[Lane, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def rule(self, tier: int) -> Rule:
+        return next((rule for rule in self.rules if rule.tier == tier), Rule(tier))
+
+
+@dataclass
+class Credit:
+    replica: int
+    rank: int
+    hashes: tuple[int, ...]
+    prompt: int
+    superseded: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Rank:
+    trusted: bool
+    complete: bool
+    held: dict[int, dict[int, int]] = field(default_factory=dict)  # lane: {hash: confidence}
+
+
+@dataclass(frozen=True)
+class Answer:
+    replica: int
+    rank: int
+    lower: int
+    predicted: int
+    upper: int
+    tiers: tuple[int, int, int, int]
+    credited: int
+
+
+class NaiveIndex:
+    def __init__(self, block_tokens: int) -> None:
+        self.block = block_tokens
+        self.profiles: dict[int, Profile] = {}
+        self.ranks: dict[tuple[int, int], Rank] = {}
+        self.credits: dict[str, Credit] = {}
+
+    def set_profile(self, replica: int, profile: Profile) -> None:
+        self.profiles[replica] = profile
+        numbers = {lane.number for lane in profile.lanes}
+        for (of, _), rank in self.ranks.items():
+            if of == replica:
+                rank.held = {lane: held for lane, held in rank.held.items() if lane in numbers}
+
+    def remove_replica(self, replica: int) -> None:
+        del self.profiles[replica]
+        for key in [key for key in self.ranks if key[0] == replica]:
+            self.close_credits(*key)
+            del self.ranks[key]
+
+    def set_rank(self, replica: int, rank: int, trusted: bool, complete: bool) -> None:
+        known = self.ranks.setdefault((replica, rank), Rank(trusted, complete))
+        known.trusted, known.complete = trusted, complete
+
+    def hold(
+        self, replica: int, rank: int, lane: int, confidence: int, hashes: Iterable[int]
+    ) -> int:
+        held = self.ranks[replica, rank].held.setdefault(lane, {})
+        hashes = list(hashes)
+        new = {value for value in hashes if held.get(value) != confidence}
+        held.update(dict.fromkeys(hashes, confidence))
+        if self._ends_credits(self.profiles[replica], lane, confidence):
+            for credit in self.credits.values():
+                if (credit.replica, credit.rank) == (replica, rank):
+                    credit.superseded.update(hashes)
+        return len(new)
+
+    @staticmethod
+    def _ends_credits(profile: Profile, number: int, confidence: int) -> bool:
+        gpu = [lane for lane in profile.lanes if lane.tier == GPU]
+        spoken = [lane for lane in gpu if lane.state_class == ATTENTION] or gpu
+        return any(
+            lane.number == number and (confidence == CONFIRMED or lane.upper_in_predicted)
+            for lane in spoken
+        )
+
+    def drop(self, replica: int, rank: int, lane: int, hashes: Iterable[int]) -> int:
+        held = self.ranks[replica, rank].held.get(lane, {})
+        gone = {value for value in hashes if value in held}
+        for value in gone:
+            del held[value]
+        return len(gone)
+
+    def clear(self, replica: int, rank: int, lane: int | None) -> int:
+        held = self.ranks[replica, rank].held
+        lanes = list(held) if lane is None else [lane]
+        return sum(len(held.pop(number, {})) for number in lanes)
+
+    def open_credit(
+        self, decision: str, replica: int, rank: int, hashes: Sequence[int], prompt: int
+    ) -> bool:
+        if decision in self.credits:
+            return False
+        self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt)
+        return True
+
+    def close_credit(self, decision: str) -> bool:
+        return self.credits.pop(decision, None) is not None
+
+    def close_credits(self, replica: int, rank: int) -> int:
+        names = [
+            name
+            for name, credit in self.credits.items()
+            if (credit.replica, credit.rank) == (replica, rank)
+        ]
+        for name in names:
+            del self.credits[name]
+        return len(names)
+
+    def holdings(self, replica: int, rank: int, lane: int, confidence: int) -> list[int]:
+        held = self.ranks[replica, rank].held.get(lane, {})
+        return sorted(value for value, known in held.items() if known == confidence)
+
+    def entries(self) -> int:
+        return sum(len(held) for rank in self.ranks.values() for held in rank.held.values())
+
+    def blocks(self) -> int:
+        held = [held for rank in self.ranks.values() for held in rank.held.values()]
+        return len({value for values in held for value in values})
+
+    def match(self, hashes: Sequence[int], prompt: int, no_reuse: bool) -> list[Answer]:
+        answers = []
+        for replica, rank in sorted(self.ranks):
+            known = self.ranks[replica, rank]
+            question = Question(self, replica, rank, hashes, prompt)
+            lower = predicted = upper = (0, 0, 0, 0)
+            if not no_reuse:
+                if known.trusted:
+                    lower = question.resumed("lower")
+                    predicted = question.resumed("predicted")
+                trusted = known.trusted and known.complete
+                upper = question.resumed("upper" if trusted else "open")
+            answers.append(
+                Answer(
+                    replica,
+                    rank,
+                    sum(lower),
+                    sum(predicted),
+                    sum(upper),
+                    predicted,
+                    sum(predicted) - sum(lower),
+                )
+            )
+        return answers
+
+
+class Question:
+    """What one rank can resume of one prompt."""
+
+    def __init__(
+        self, index: NaiveIndex, replica: int, rank: int, hashes: Sequence[int], prompt: int
+    ) -> None:
+        self.block = index.block
+        self.hashes = hashes
+        self.prompt = prompt
+        self.profile = index.profiles[replica]
+        self.lanes = self.profile.lanes or (Lane(-1, GPU, ATTENTION, 0, 0, index.block, False),)
+        self.held = index.ranks[replica, rank].held
+        self.credits = [
+            credit
+            for credit in index.credits.values()
+            if (credit.replica, credit.rank) == (replica, rank)
+        ]
+
+    def credited(self, lane: Lane, block: int) -> bool:
+        value = self.hashes[block]
+        for credit in self.credits:
+            if value in credit.superseded or value not in credit.hashes:
+                continue
+            end = (credit.hashes.index(value) + 1) * self.block
+            if lane.state_class == ATTENTION or end < credit.prompt:
+                return True
+        return False
+
+    def present(self, lane: Lane, block: int, view: str) -> bool:
+        if block >= len(self.hashes):
+            return False
+        known = self.held.get(lane.number, {}).get(self.hashes[block])
+        if known == CONFIRMED:
+            return True
+        if view == "lower":
+            return False
+        if lane.tier == GPU and self.credited(lane, block):
+            return True
+        return known == UPPER and (view == "upper" or lane.upper_in_predicted)
+
+    def resumed(self, view: str) -> tuple[int, int, int, int]:
+        """Tokens by tier. `open`: what the engine could report at most, all of it put on one tier."""
+        groups = {lane.group for lane in self.lanes}
+        tiers = sorted({lane.tier for lane in self.lanes})
+        split = {1: 0, 2: 0, 3: 0, 4: 0}
+        claim, most, partial = 0, 0, False
+        for tier in tiers:
+            rule = self.profile.rule(tier)
+            lanes = [lane for lane in self.lanes if lane.tier == tier]
+            if tier != tiers[0] and not rule.extends:
+                continue
+            units = [lane.unit for lane in lanes]
+            step = next(n for n in range(1, 10**6) if all(n % unit == 0 for unit in units))
+            cap = self.prompt if rule.whole_prompt else max(0, self.prompt - 1)
+            cap -= cap % step
+            less = rule.less_units * step
+            most = max(most, cap - less)
+            if {lane.group for lane in lanes} != groups:
+                continue
+            small = step < self.block
+            bridge = view == "upper" and small and partial
+            reach = max(claim, self.boundary(lanes, view, claim, cap, step, less, bridge))
+            partial = view == "upper" and small
+            if partial:
+                reach = max(reach, min(reach + self.block - step, cap))
+            split[tier] = max(claim, reach - less) - claim
+            claim += split[tier]
+        if view == "open":
+            return (max(0, most), 0, 0, 0)
+        return (split[1], split[2], split[3], split[4])
+
+    def boundary(
+        self,
+        lanes: Sequence[Lane],
+        view: str,
+        claim: int,
+        cap: int,
+        step: int,
+        less: int,
+        bridge: bool,
+    ) -> int:
+        """The largest boundary beyond the claim on which all groups agree; 0: none."""
+        for end in range(min(cap, len(self.hashes) * self.block), claim, -1):
+            if end % step:
+                continue
+            if step < self.block and end % self.block and end != cap:
+                continue  # inside a block only the cap ends a claim
+            groups = {lane.group for lane in lanes}
+            if all(
+                self.agrees([lane for lane in lanes if lane.group == group], view, claim, end, less, bridge)
+                for group in groups
+            ):
+                return end
+        return 0
+
+    def agrees(
+        self, lanes: Sequence[Lane], view: str, claim: int, end: int, less: int, bridge: bool
+    ) -> bool:
+        unit = next(n for n in range(1, 10**6) if all(n % lane.unit == 0 for lane in lanes))
+        start = -(-claim // self.block) * self.block if bridge else claim - claim % unit
+        first = lanes[0]
+        if first.state_class == ATTENTION:
+            begin = start
+        elif view == "upper" and unit < self.block:
+            return True
+        elif first.state_class == WINDOW:
+            units = -(-max(0, first.window - 1) // unit)
+            begin = max(end - units * unit - less, start)
+        else:
+            begin = end - unit
+        blocks = range(begin // self.block, -(-end // self.block))
+        if begin >= end:
+            return True
+        return all(any(self.present(lane, block, view) for lane in lanes) for block in blocks)

@@ -1,0 +1,66 @@
+"""What the engine's HTTP server tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from servingfleet_relay.load import ScrapeFailed, model_of, parse_metrics
+
+METRICS = """\
+# HELP vllm:num_requests_running Running.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 5.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1234"} 1.0
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.7e+09
+"""
+
+
+def test_load_is_read_for_each_rank() -> None:
+    metrics = parse_metrics(METRICS, (0, 1))
+    first, second = metrics.loads[0], metrics.loads[1]
+    assert (first.running_requests, first.waiting_requests, first.kv_usage) == (2, 1, 0.25)
+    assert second.running_requests == 5
+    assert not second.HasField("waiting_requests")
+
+
+def test_identity_is_read_where_it_is_told() -> None:
+    metrics = parse_metrics(METRICS, (0,))
+    assert (metrics.started, metrics.gpu_blocks) == (1.7e9, 1234)
+    assert parse_metrics("", (0,)).started is None
+
+
+def test_other_ranks_are_left_out() -> None:
+    assert list(parse_metrics(METRICS, (1,)).loads) == [1]
+
+
+def test_the_older_name_of_the_usage_is_known() -> None:
+    text = 'vllm:gpu_cache_usage_perc{engine="0"} 0.5\n'
+    assert parse_metrics(text, (0,)).loads[0].kv_usage == 0.5
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "1e300"])
+def test_figures_that_can_not_be_are_left_out(value: str) -> None:
+    text = f'vllm:num_requests_running{{engine="0"}} {value}\n'
+    assert parse_metrics(text, (0,)).loads == {}
+
+
+def test_text_that_is_no_metrics_is_an_error() -> None:
+    with pytest.raises(ScrapeFailed):
+        parse_metrics("<html>{{{\n", (0,))
+
+
+def test_the_base_model_is_the_one_without_a_parent() -> None:
+    rows = {"data": [{"id": "lora", "parent": "base"}, {"id": "base", "parent": None}]}
+    assert model_of(rows) == "base"
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, {"data": 1}, {"data": [1, {"id": 2}]}])
+def test_an_answer_that_names_no_model_is_none(answer: object) -> None:
+    assert model_of(answer) is None

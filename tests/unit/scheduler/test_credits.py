@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from servingfleet_protos.v1 import routing_pb2, stream_pb2
+from servingfleet_scheduler.errors import SessionRefused
+
+from .helpers import LIVE, FakeRelay, finished, hashes, make_scheduler, route_request
+from .test_sessions import predicted, rank_of
+
+STAGES = [value for value in routing_pb2.ReportRequest.Stage.values() if value]
+
+
+def opened(**fields: object) -> stream_pb2.CreditOpened:
+    """A peer's credit for a prompt of 64 tokens."""
+    said = {
+        "decision_id": "peer's",
+        "hashes": hashes(64),
+        "prompt_tokens": 65,
+        "origin": "scheduler-2",
+        "expires_s": 30.0,
+    }
+    return stream_pb2.CreditOpened(**said | fields)  # type: ignore[arg-type]
+
+
+def test_siblings_of_a_dispatched_prompt_are_credited_at_once() -> None:
+    scheduler = make_scheduler(static=["r1"])
+    scheduler.route(route_request(65), 0.0)
+    assert predicted(scheduler) == 64
+
+
+def test_a_credit_is_told_to_the_replicas_relay() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    response = scheduler.route(route_request(65), 0.0)
+    (credit,) = relay.take("credit_opened")
+    assert credit == stream_pb2.CreditOpened(
+        decision_id=response.decision_id,
+        rank=0,
+        hashes=hashes(64),
+        prompt_tokens=65,
+        origin="scheduler-1",
+        expires_s=60.0,
+    )
+
+
+def test_the_end_of_a_credit_is_told_too() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    response = scheduler.route(route_request(65), 0.0)
+    scheduler.report(finished(response.decision_id, prompt=65), 1.0)
+    assert [each.decision_id for each in relay.take("credit_ended")] == [response.decision_id]
+
+
+def test_the_own_echo_is_ignored() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    scheduler.route(route_request(65), 0.0)
+    relay.send(credit_opened=relay.take("credit_opened")[0])
+    assert rank_of(scheduler).credits == 1
+
+
+def test_a_peers_credit_counts_and_ends_with_its_echo() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    relay.send(credit_opened=opened())
+    assert predicted(scheduler) == 64
+    relay.send(credit_ended=stream_pb2.CreditEnded(decision_id="peer's", origin="scheduler-2"))
+    assert predicted(scheduler) == 0
+
+
+def test_a_peers_credit_expires() -> None:
+    scheduler = make_scheduler()
+    FakeRelay(scheduler).hello().send(credit_opened=opened())
+    scheduler.tick(29.9)
+    assert predicted(scheduler) == 64
+    scheduler.tick(30.0)
+    assert predicted(scheduler) == 0
+
+
+def test_a_relay_can_not_end_another_replicas_credit() -> None:
+    scheduler = make_scheduler()
+    FakeRelay(scheduler, "r1").hello().send(credit_opened=opened())
+    liar = FakeRelay(scheduler, "r2").hello()
+    liar.send(credit_ended=stream_pb2.CreditEnded(decision_id="peer's", origin="scheduler-2"))
+    assert predicted(scheduler) == 64
+    assert scheduler.streams.drops == {"unknown_credit": 1}
+
+
+def test_a_relay_can_not_end_this_schedulers_own_credit() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    response = scheduler.route(route_request(65), 0.0)
+    relay.send(
+        credit_ended=stream_pb2.CreditEnded(decision_id=response.decision_id, origin="scheduler-2")
+    )
+    assert predicted(scheduler) == 64
+
+
+def test_credits_that_can_not_be_are_dropped() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    for bad in (
+        opened(decision_id=""),
+        opened(decision_id="d" * 1025),
+        opened(origin=""),
+        opened(hashes=bytes(9)),
+        opened(prompt_tokens=63),
+        opened(expires_s=0.0),
+        opened(expires_s=float("nan")),
+        opened(expires_s=1e9),
+    ):
+        relay.send(credit_opened=bad)
+    assert scheduler.streams.drops == {"bad_credit": 8}
+
+
+def test_a_hold_takes_the_place_of_a_credit() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    response = scheduler.route(route_request(65), 0.0)
+    relay.hold(hashes(64))
+    scheduler.report(finished(response.decision_id, prompt=65), 1.0)
+    assert predicted(scheduler) == 64
+
+
+def test_no_more_credits_than_the_limit() -> None:
+    scheduler = make_scheduler(static=["r1"], max_credits=2)
+    for first in (0, 1000, 2000):
+        scheduler.route(route_request(65, first=first), 0.0)
+    assert (len(scheduler.credits), scheduler.credits.refused) == (2, 1)
+
+
+def test_no_more_credited_blocks_than_the_limit() -> None:
+    scheduler = make_scheduler(static=["r1"], max_credit_blocks=7)
+    for first in (0, 1000):
+        scheduler.route(route_request(65, first=first), 0.0)
+    assert (len(scheduler.credits), scheduler.credits.refused) == (1, 1)
+
+
+def test_a_failed_request_is_credited_no_more() -> None:
+    scheduler = make_scheduler(static=["r1"])
+    response = scheduler.route(route_request(65), 0.0)
+    scheduler.report(
+        routing_pb2.ReportRequest(
+            decision_id=response.decision_id, stage=routing_pb2.ReportRequest.STAGE_FAILED
+        ),
+        1.0,
+    )
+    assert predicted(scheduler) == 0
+
+
+def test_a_request_that_runs_elsewhere_is_credited_no_more() -> None:
+    scheduler = make_scheduler(static=["r1", "r2"])
+    response = scheduler.route(route_request(65), 0.0)
+    report = routing_pb2.ReportRequest(
+        decision_id=response.decision_id, stage=routing_pb2.ReportRequest.STAGE_STARTED
+    )
+    report.ran_on.replica = "r1" if response.target.replica == "r2" else "r2"
+    scheduler.report(report, 1.0)
+    assert len(scheduler.credits) == 0
+
+
+class CreditMachine(RuleBasedStateMachine):
+    """Whatever happens to relays and requests, every credit ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.scheduler = make_scheduler(
+            static=["r3"], credit_ttl_s=10.0, decision_ttl_s=40.0, takeover_silence_s=0.0
+        )
+        self.relays: dict[str, FakeRelay] = {}
+        self.ids: list[str] = []
+        self.peers = 0
+        self.incarnation = 0
+
+    def _speaking(self) -> Iterator[FakeRelay]:
+        for relay in self.relays.values():
+            relay.now = self.now
+            if relay.session.refused is None:
+                yield relay
+
+    @rule(replica=st.sampled_from(["r1", "r2", "r3"]), life=st.integers(0, 99))
+    def connect(self, replica: str, life: int) -> None:
+        relay = FakeRelay(self.scheduler, replica, now=self.now)
+        try:
+            relay.hello(stream_id=f"life {life}")
+        except SessionRefused:
+            relay.session.close(self.now)
+        else:
+            self.relays[replica] = relay
+
+    @rule(replica=st.sampled_from(["r1", "r2", "r3"]))
+    def disconnect(self, replica: str) -> None:
+        if replica in self.relays:
+            self.relays.pop(replica).session.close(self.now)
+
+    @rule(first=st.integers(0, 3))
+    def route(self, first: int) -> None:
+        response = self.scheduler.route(route_request(65, first=first * 1000), self.now)
+        self.ids.append(response.decision_id)
+
+    @rule(data=st.data(), stage=st.sampled_from(STAGES))
+    def report(self, data: st.DataObject, stage: routing_pb2.ReportRequest.Stage.ValueType) -> None:
+        if self.ids:
+            decision_id = data.draw(st.sampled_from(self.ids))
+            self.scheduler.report(finished(decision_id, prompt=65, stage=stage), self.now)
+
+    @rule()
+    def restart_engines(self) -> None:
+        self.incarnation += 1
+        for relay in self._speaking():
+            relay.send(rank_state=stream_pb2.RankState(incarnation=self.incarnation, state=LIVE))
+
+    @rule()
+    def hear_of_a_peers_dispatch(self) -> None:
+        for relay in self._speaking():
+            self.peers += 1
+            relay.send(credit_opened=opened(decision_id=f"peer {self.peers}", expires_s=5.0))
+
+    @rule(seconds=st.floats(0, 4))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.scheduler.tick(self.now)
+
+    @invariant()
+    def the_index_holds_no_credit_that_the_table_does_not_know(self) -> None:
+        counted = sum(
+            index.credits(replica.number, rank)
+            for replica in self.scheduler.fleet
+            for rank in replica.ranks
+            if (index := self.scheduler.fleet.index(replica.model)) is not None
+        )
+        assert counted <= len(self.scheduler.credits)
+
+    def teardown(self) -> None:
+        self.scheduler.tick(self.now + 10.0)
+        assert len(self.scheduler.credits) == 0
+        self.the_index_holds_no_credit_that_the_table_does_not_know()
+        self.scheduler.tick(self.now + 41.0)
+        assert len(self.scheduler.decisions) == 0
+        assert not any(
+            rank.dispatches for replica in self.scheduler.fleet for rank in replica.ranks.values()
+        )
+
+
+CreditMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEveryCreditEnds = CreditMachine.TestCase

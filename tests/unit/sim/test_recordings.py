@@ -1,0 +1,73 @@
+"""Reading recorded streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servingfleet_sim.recordings import RecordingError, read
+
+MESSAGE = {"t": 1.0, "src": "sub tcp://127.0.0.1:5557", "frames": ["YQ==", "AAAAAAAAAAU=", "kA=="]}
+REQUEST = {
+    "t": 0.5,
+    "request": {"prompt": [1, 2], "cache_salt": "s"},
+    "prompt_tokens": 2,
+    "cached_tokens": 0,
+}
+
+
+def folder(at: Path, events: list[object], requests: list[object]) -> Path:
+    (at / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    (at / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    return at
+
+
+def test_ranks_follow_the_order_of_ports(tmp_path: Path) -> None:
+    other = {**MESSAGE, "src": "sub tcp://127.0.0.1:990"}
+    recording = read(folder(tmp_path, [MESSAGE, other], []))
+    assert [message.rank for message in recording.messages] == [1, 0]
+    assert recording.messages[0].seq == 5
+
+
+def test_a_request_without_an_end_ends_before_the_next_begins(tmp_path: Path) -> None:
+    recording = read(folder(tmp_path, [MESSAGE], [REQUEST, {**REQUEST, "t": 2.0}]))
+    assert [request.end for request in recording.requests] == [2.0, 3.0]
+    assert recording.requests[0].cache_salt == "s"
+
+
+def test_a_refused_reset_is_no_reset(tmp_path: Path) -> None:
+    controls = [
+        {"t": 1.0, "control": "/reset_prefix_cache", "resp": {"success": False}},
+        {"t": 2.0, "control": "/reset_prefix_cache", "resp": {"success": True}},
+        {"t": 3.0, "control": "engine 1 gone"},
+    ]
+    recording = read(folder(tmp_path, [MESSAGE], controls))
+    assert [control.is_reset for control in recording.controls] == [False, True, False]
+    assert [control.socket for control in recording.controls] == [None, None, False]
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([{**MESSAGE, "frames": ["%"]}], "events.jsonl:1: a frame is not base64"),
+        ([MESSAGE, {**MESSAGE, "t": "x"}], "events.jsonl:2: 't' is 'x', expected a number"),
+        ([{**MESSAGE, "src": None}], "'src' is None, expected a string"),
+        ([{**MESSAGE, "frames": 3}], "'frames' is 3"),
+        ([[]], "events.jsonl:1: list, expected an object"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, events: list[object], says: str) -> None:
+    with pytest.raises(RecordingError, match=says):
+        read(folder(tmp_path, events, []))
+
+
+def test_a_folder_that_holds_no_recording_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"no events\.jsonl"):
+        read(tmp_path)
+
+
+def test_a_trace_of_cache_operations_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="operations on a bare cache"):
+        read(folder(tmp_path, [MESSAGE], [{"op": "request", "tokens": []}]))
