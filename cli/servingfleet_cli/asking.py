@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
@@ -290,14 +290,17 @@ def replicas(target: str, timeout: float, model: str, output: str) -> None:
     console().print(table(warm, columns, rows))
 
 
-def _basis(basis: routing_pb2.Basis) -> str:
-    return {
-        routing_pb2.BASIS_INDEX: "from live streams",
-        routing_pb2.BASIS_INDEX_PARTIAL: "from streams that are in part unknown",
-        routing_pb2.BASIS_NO_STREAMS: "no relay is connected: by load only",
-    }.get(basis, "basis unknown")
+BASES: Mapping[int, str] = {
+    routing_pb2.BASIS_INDEX: "from live streams",
+    routing_pb2.BASIS_INDEX_PARTIAL: "from streams that are in part unknown",
+    routing_pb2.BASIS_NO_STREAMS: "no relay is connected: by load only",
+}
 
 
-def _stream(state: common_pb2.StreamState) -> str:
+def _basis(basis: int) -> str:
+    return BASES.get(basis, "basis unknown")
+
+
+def _stream(state: common_pb2.StreamState.ValueType) -> str:
     name = common_pb2.StreamState.Name(state).removeprefix("STREAM_STATE_").lower()
     return "none" if name == "unspecified" else name.replace("_", " ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ import click
 import zmq
 
 from servingfleet_sim.checking import StreamReport, check
-from servingfleet_sim.recordings import Message, RecordingError, read
+from servingfleet_sim.recordings import Message, RecordingError, read_events
 
 from . import exits
 from .output import console, format_option, print_json, table
@@ -46,12 +46,9 @@ def check_stream(
     """
     try:
         if source.startswith("tcp://"):
-            heard: Iterator[Message] | tuple[Message, ...] = listen(
-                source, ranks, seconds, messages
-            )
+            heard: Iterable[Message] = listen(source, ranks, seconds, messages)
         else:
-            recording = read(Path(source))
-            heard, ranks = recording.messages, recording.ranks
+            heard, ranks = read_events(Path(source))
         report = check(heard, ranks, block_tokens, host_unit_tokens)
     except (RecordingError, OSError, ValueError) as error:
         raise exits.Exit(str(error), exits.USAGE) from error
@@ -90,7 +87,7 @@ def _received(
     poller: zmq.Poller, ranks_of: dict[zmq.Socket[bytes], int], end: float
 ) -> Iterator[Message]:
     while (left := end - time.monotonic()) > 0:
-        for socket, _ in poller.poll(left * 1000):
+        for socket, _ in poller.poll(int(left * 1000) + 1):
             yield Message(time.time(), ranks_of[socket], tuple(socket.recv_multipart()))
 
 

@@ -94,7 +94,7 @@ async def play_fleet(
                 logs / "scheduler.log",
             )
         )
-        target = f"127.0.0.1:{(await scheduler.event('listening'))['grpc_port']}"
+        target = f"127.0.0.1:{(await scheduler.event('listening'))['port']}"
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
         router, fleet = RouterStub(channel), FleetStub(channel)
         players = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import click
 import grpc
@@ -23,7 +24,9 @@ HELP = "Exit codes: 0 yes, 1 no, 2 wrong usage, 3 scheduler unreachable, 4 quest
 
 
 class Exit(click.ClickException):
-    """Ends the command with one line on stderr."""
+    """Ends the command with a line on stderr."""
+
+    exit_code: int  # type: ignore[misc]  # click declares it for the class, and reads it from the instance
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -47,8 +50,9 @@ def raise_for(error: grpc.RpcError, target: str) -> NoReturn:
 
 def _details(error: grpc.RpcError) -> list[str]:
     status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
-    lines = []
-    for packed in status.details if status else ():
+    lines: list[str] = []
+    packed_details: Iterable[Any] = status.details if status else ()
+    for packed in packed_details:
         violations = error_details_pb2.BadRequest()
         info = error_details_pb2.ErrorInfo()
         retry = error_details_pb2.RetryInfo()

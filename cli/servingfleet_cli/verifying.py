@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from rich.table import Table
 
 from servingfleet_sim.recordings import RecordingError, read
 from servingfleet_sim.verify import Verification, verify
@@ -42,7 +44,7 @@ def verify_command(folders: tuple[Path, ...], quiet: bool, output: str) -> None:
         raise SystemExit(exits.NO)
 
 
-def _requests_table(result: Verification) -> object:
+def _requests_table(result: Verification) -> Table:
     rows = [
         [
             v.request.number,
@@ -61,17 +63,24 @@ def _requests_table(result: Verification) -> object:
     return table(result.recording.name, [*columns, "cause of a miss", "request"], rows)
 
 
-def _summary_table(results: list[Verification]) -> object:
-    rows = []
+def _summary_table(results: list[Verification]) -> Table:
+    rows: list[list[object]] = []
     for r in results:
         causes = sorted({str(v.cause) for v in r.verdicts if v.cause})
-        counts = [len(r.verdicts), r.exact, r.explained, r.wrong]
-        rows.append([r.recording.name, *counts, ", ".join(causes)])
+        rows.append([r.recording.name, *_counts([r]), ", ".join(causes)])
     if len(results) > 1:
-        totals = [sum(row[i] for row in rows) for i in range(1, 5)]
-        rows.append(["all", *totals, ""])
+        rows.append(["all", *_counts(results), ""])
     columns = ["recording", ">requests", ">exact", ">explained", ">wrong", "causes"]
     return table("predicted reuse against reported reuse", columns, rows)
+
+
+def _counts(results: Sequence[Verification]) -> list[int]:
+    return [
+        sum(len(r.verdicts) for r in results),
+        sum(r.exact for r in results),
+        sum(r.explained for r in results),
+        sum(r.wrong for r in results),
+    ]
 
 
 def _as_dict(result: Verification, quiet: bool) -> dict[str, object]:

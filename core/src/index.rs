@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::bits;
 use crate::credits::Credits;
-use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS, View};
+use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS};
 use crate::tree::{Found, Holder, Tree};
 
 /// Event seen, sequence unbroken.
@@ -34,7 +34,8 @@ struct Rank {
     credits: u32,
     /// By lane number: holders of confirmed and of UPPER blocks.
     lanes: BTreeMap<u8, [Holder; 2]>,
-    /// In the order of the plan's lanes, for `match`.
+    plan: Arc<Plan>,
+    /// In the order of the plan's lanes.
     in_plan: Vec<Option<[Holder; 2]>>,
 }
 
@@ -92,6 +93,8 @@ pub struct Index {
     credits: Credits,
     replicas: BTreeMap<u32, Replica>,
     next_replica: u32,
+    /// For some replica a block that nobody holds doesn't end the walk.
+    passes_gaps: bool,
     /// (replica, rank) to slot, in the order of answers.
     slots: BTreeMap<(u32, u32), u32>,
     ranks: Vec<Rank>,
@@ -114,6 +117,7 @@ impl Index {
             credits: Credits::default(),
             replicas: BTreeMap::new(),
             next_replica: 0,
+            passes_gaps: false,
             slots: BTreeMap::new(),
             ranks: Vec::new(),
             free_ranks: Vec::new(),
@@ -137,6 +141,7 @@ impl Index {
                 plan: Arc::new(plan),
             },
         );
+        self.look_for_gaps();
         Ok(number)
     }
 
@@ -162,6 +167,7 @@ impl Index {
                 plan,
             },
         );
+        self.look_for_gaps();
         Ok(())
     }
 
@@ -179,6 +185,7 @@ impl Index {
         }
         self.slots.retain(|(of, _), _| *of != replica);
         self.replicas.remove(&replica);
+        self.look_for_gaps();
         Ok(())
     }
 
@@ -205,6 +212,7 @@ impl Index {
             lossy: false,
             credits: 0,
             lanes: BTreeMap::new(),
+            plan: Arc::clone(&plan),
             in_plan: Vec::new(),
         };
         let slot = match self.free_ranks.pop() {
@@ -353,10 +361,7 @@ impl Index {
             return Ok(self.slots.keys().map(zero).collect());
         }
         self.read_credits(hashes);
-        let passes_gaps = self
-            .replicas
-            .values()
-            .any(|replica| replica.plan.passes_gaps);
+        let passes_gaps = self.passes_gaps;
         let credits = &self.credits;
         self.tree.walk(hashes, &mut self.found, |at| {
             passes_gaps || credits.covers(hashes[at]).is_some()
@@ -365,9 +370,6 @@ impl Index {
         let mut matches = Vec::with_capacity(self.slots.len());
         for &slot in self.slots.values() {
             let rank = &self.ranks[slot as usize];
-            let Some(replica) = self.replicas.get(&rank.replica) else {
-                continue;
-            };
             held.clear();
             held.extend(rank.in_plan.iter().map(|holders| match holders {
                 Some([confirmed, upper]) => Held {
@@ -385,7 +387,7 @@ impl Index {
             };
             let blocks = hashes.len() as u64;
             let question = Question {
-                plan: &replica.plan,
+                plan: &rank.plan,
                 prompt,
                 blocks,
                 held: &held,
@@ -443,6 +445,11 @@ impl Index {
             memory_bytes: self.tree.memory_bytes() + self.credits.memory_bytes(),
             evicted: self.evicted,
         }
+    }
+
+    fn look_for_gaps(&mut self) {
+        let mut plans = self.replicas.values().map(|replica| &replica.plan);
+        self.passes_gaps = plans.any(|plan| plan.passes_gaps);
     }
 
     fn replica(&self, replica: u32) -> Result<&Replica, Refusal> {
@@ -518,8 +525,9 @@ impl Index {
         }
     }
 
-    fn arrange(&mut self, slot: u32, plan: &Plan) {
+    fn arrange(&mut self, slot: u32, plan: &Arc<Plan>) {
         let rank = &mut self.ranks[slot as usize];
+        rank.plan = Arc::clone(plan);
         rank.in_plan = plan
             .lanes
             .iter()
@@ -599,16 +607,16 @@ impl Rank {
             ..Match::default()
         };
         if self.trusted {
-            answer.lower = question.resumed(View::Lower).iter().sum();
-            answer.tiers = question.resumed(View::Predicted);
-            answer.predicted = answer.tiers.iter().sum();
+            let views = question.views();
+            answer.lower = views.lower.iter().sum();
+            answer.tiers = views.predicted;
+            answer.predicted = views.predicted.iter().sum();
+            answer.upper = views.upper.iter().sum();
             answer.credited = answer.predicted - answer.lower.min(answer.predicted);
         }
-        answer.upper = if self.trusted && self.complete && !self.lossy {
-            question.resumed(View::Upper).iter().sum()
-        } else {
-            question.plan.most(question.prompt)
-        };
+        if !self.trusted || !self.complete || self.lossy {
+            answer.upper = question.plan.most(question.prompt);
+        }
         answer
     }
 }

@@ -91,6 +91,23 @@ pub struct Plan {
     stages: Vec<Stage>,
     /// A block that nobody holds doesn't always end the walk.
     pub passes_gaps: bool,
+    /// Some tier's claims may end inside a block.
+    small: bool,
+    /// Who holds nothing can resume nothing.
+    needs_blocks: bool,
+    /// One lane, of attention, with units of whole blocks.
+    plain: bool,
+}
+
+/// Tokens by tier, in the three views.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Views {
+    /// By confirmed blocks alone.
+    pub lower: [u64; TIERS],
+    /// What is expected.
+    pub predicted: [u64; TIERS],
+    /// What is possible.
+    pub upper: [u64; TIERS],
 }
 
 /// Which blocks of a prompt one rank holds. Bit i is block i; a short slice ends in zeros.
@@ -145,7 +162,10 @@ fn common_multiple(a: u64, b: u64) -> u64 {
 }
 
 fn floor(value: u64, step: u64) -> u64 {
-    value - value % step
+    match value {
+        0 => 0, // the usual start of a walk, and a division is slow
+        _ => value - value % step,
+    }
 }
 
 impl Stage {
@@ -225,9 +245,12 @@ impl Plan {
         let small = stages.iter().filter(|stage| stage.step < block).count();
         Ok(Plan {
             block,
+            passes_gaps: !attention || small > 1,
+            small: small > 0,
+            needs_blocks: attention && small == 0,
+            plain: attention && small == 0 && lanes.len() == 1,
             lanes,
             stages,
-            passes_gaps: !attention || small > 1,
         })
     }
 
@@ -242,6 +265,48 @@ impl Plan {
 }
 
 impl Question<'_> {
+    /// The three views, each worked out only where it can differ from the one before.
+    pub fn views(&self) -> Views {
+        let credited = !self.credited.attention.is_empty() || !self.credited.state.is_empty();
+        let doubted = self.held.iter().any(|held| !held.upper.is_empty());
+        let confirmed = self.held.iter().any(|held| !held.confirmed.is_empty());
+        if self.plan.needs_blocks && !credited && !doubted && !confirmed {
+            return Views::default();
+        }
+        let lower = match self.plan.plain {
+            true => self.plain(),
+            false => self.resumed(View::Lower),
+        };
+        let predicted = match credited || doubted {
+            true => self.resumed(View::Predicted),
+            false => lower,
+        };
+        let upper = match doubted || self.plan.small {
+            true => self.resumed(View::Upper),
+            false => predicted,
+        };
+        Views {
+            lower,
+            predicted,
+            upper,
+        }
+    }
+
+    /// `resumed(View::Lower)` of a plain plan, which is what most are.
+    fn plain(&self) -> [u64; TIERS] {
+        let mut by_tier = [0; TIERS];
+        for stage in &self.plan.stages {
+            let held = self.held.first().copied().unwrap_or_default().confirmed;
+            let word = |at: u64| held.get(at as usize).copied().unwrap_or(0);
+            let reach = bits::first_zero(0, self.blocks, word) * self.plan.block;
+            let most = self
+                .prompt
+                .saturating_sub(u64::from(!stage.rule.whole_prompt));
+            by_tier[stage.tier] = floor(reach.min(most), stage.step).saturating_sub(stage.less());
+        }
+        by_tier
+    }
+
     /// Tokens that can be resumed, by tier; their sum is the claim.
     pub fn resumed(&self, view: View) -> [u64; TIERS] {
         let mut by_tier = [0; TIERS];
@@ -282,9 +347,8 @@ impl Question<'_> {
             .filter(|group| group.class == Class::Attention)
         {
             let from = start(group) / block;
-            let missing = bits::first_zero(from, self.blocks, |word| {
-                self.word(stage, group, view, word)
-            });
+            let word = |at| self.word(stage, group, view, at);
+            let missing = bits::first_zero(from, self.blocks, word);
             end = end.min(missing * block);
         }
         let coarse = stage.step.max(block);

@@ -11,13 +11,13 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
-from servingfleet_protos.v1.stream_pb2 import SchedulerMessage
+from servingfleet_protos.v1.stream_pb2 import RelayMessage, SchedulerMessage
 from servingfleet_protos.v1.stream_pb2_grpc import RelayIntakeStub
 
 from .pipeline import Pipeline
@@ -25,6 +25,8 @@ from .settings import RelaySettings
 
 if TYPE_CHECKING:
     from servingfleet_protos.v1.stream_pb2_grpc import RelayIntakeAsyncStub
+
+    Call = grpc.aio.StreamStreamCall[RelayMessage, SchedulerMessage]
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,9 @@ class Links:
                 if welcomed or not told:
                     log.warning("scheduler away", extra={**fields, "error": _why(error)})
                 told = True
+            except Exception:
+                # A fault of ours on one link must not take the others down.
+                log.exception("link failed", extra=fields)
             finally:
                 with contextlib.suppress(
                     KeyError
@@ -143,29 +148,31 @@ class Links:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._credentials, options=options)
 
-    async def _greet(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    async def _greet(self, address: str, call: Call) -> None:
         async with asyncio.timeout(self._settings.welcome_deadline_s):
-            await call.write(self._pipeline.open_link(address, self._clock()))
-            answer = await call.read()
+            with _cancelled_by_peer():
+                await _write(call, self._pipeline.open_link(address, self._clock()))
+                answer = await call.read()
         if not isinstance(answer, SchedulerMessage):
             raise Unreachable("the stream ended before the welcome")
         self._pipeline.receive(address, answer, self._clock())
         if self._pipeline.broken(address):
             raise Unreachable("the scheduler's first answer was no welcome that fits")
 
-    async def _converse(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    async def _converse(self, address: str, call: Call) -> None:
         reading = asyncio.create_task(self._read(address, call))
         writing = asyncio.create_task(self._write(address, call))
         try:
             done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            with _cancelled_by_peer():
+                for task in done:
+                    task.result()
         finally:
             for task in (reading, writing):
                 task.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
 
-    async def _read(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    async def _read(self, address: str, call: Call) -> None:
         while True:
             quiet = self._clock()
             reading = asyncio.ensure_future(call.read())
@@ -180,7 +187,7 @@ class Links:
                 raise Unreachable("the scheduler ended the stream")
             self._pipeline.receive(address, answer, self._clock())
 
-    async def _write(self, address: str, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    async def _write(self, address: str, call: Call) -> None:
         wake = self._wake[address]
         while True:
             wake.clear()
@@ -188,10 +195,30 @@ class Links:
                 for message in messages:
                     # Returns when the message is on its way: the peer's flow control holds it up here.
                     async with asyncio.timeout(self._settings.ack_deadline_s):
-                        await call.write(message)
+                        await _write(call, message)
             if self._pipeline.broken(address):
                 raise Unreachable("fell too far behind, or broke the protocol: starts anew")
             await wake.wait()
+
+
+@contextlib.contextmanager
+def _cancelled_by_peer() -> Iterator[None]:
+    """grpc.aio tells of a stream that the peer cancelled as if it were us who are cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unreachable("the scheduler cancelled the stream") from None
+
+
+async def _write(call: Call, message: RelayMessage) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        # grpc.aio's word for a stream that has ended meanwhile.
+        raise Unreachable("the scheduler ended the stream") from None
 
 
 def _why(error: BaseException) -> str:

@@ -93,23 +93,26 @@ class Recording:
 
 def read(folder: Path) -> Recording:
     """Reads one folder. Raises RecordingError."""
-    events = folder / "events.jsonl"
-    if not events.is_file():
-        raise RecordingError(
-            f"{folder}: no events.jsonl; expected a folder that holds a recorded stream"
-        )
-    ranks: dict[str, int] = {}
-    rows = list(_rows(events))
-    for source in sorted({_text(row, "src", events, line) for line, row in rows}, key=_port):
-        ranks[source] = len(ranks)
-    messages = tuple(
-        Message(_number(row, "t", events, line), ranks[row["src"]], _frames(row, events, line))
-        for line, row in rows
-    )
+    messages, ranks = read_events(folder)
     requests, controls = _requests(folder / "requests.jsonl")
     engine = folder / "engine.json"
     facts = json.loads(engine.read_text()) if engine.is_file() else {}
-    return Recording(folder.name, max(1, len(ranks)), messages, requests, controls, facts)
+    return Recording(folder.name, ranks, messages, requests, controls, facts)
+
+
+def read_events(folder: Path) -> tuple[tuple[Message, ...], int]:
+    """Reads what the engine published, and counts its ranks. Raises RecordingError."""
+    path = folder / "events.jsonl"
+    if not path.is_file():
+        raise RecordingError(f"{folder}: no events.jsonl; expected the folder of a recorded stream")
+    rows = list(_rows(path))
+    sources = sorted({_text(row, "src", path, line) for line, row in rows}, key=_port)
+    ranks = {source: rank for rank, source in enumerate(sources)}
+    messages = tuple(
+        Message(_number(row, "t", path, line), ranks[row["src"]], _frames(row, path, line))
+        for line, row in rows
+    )
+    return messages, max(1, len(ranks))
 
 
 def read_messages(path: Path, rank: int = 0) -> tuple[Message, ...]:

@@ -159,8 +159,9 @@ def rank_of(recording: Recording, request: Request) -> int:
         if message.time <= request.start:
             continue
         for event in vllm.decode(message.frames).events:
-            first = isinstance(event, vllm.Stored) and event.parent is None and event.tokens
-            if first and prompt.startswith(event.tokens):
+            if not isinstance(event, vllm.Stored) or event.parent is not None:
+                continue
+            if event.tokens and prompt.startswith(event.tokens):
                 return message.rank
     return 0
 

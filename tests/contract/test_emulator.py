@@ -16,8 +16,9 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from servingfleet_sim.emulator.events import encode, generation
-from servingfleet_sim.emulator.scheduler import Limits, Scheduler
+from servingfleet_sim.emulator.scheduler import Scheduler
 from servingfleet_sim.emulator.sequence import Asked, Sequence
+from servingfleet_sim.emulator.steps import Limits
 from servingfleet_sim.recordings import read
 from tests.recordings import recordings_dir
 
@@ -34,6 +35,16 @@ JOINED: dict[str, tuple[tuple[tuple[int, ...], ...], ...]] = {
 }
 """Requests that overlapped: for each group of them, the lines that joined in each step."""
 
+OTHERS = {
+    "z-inproc-base": ENGINE,
+    "d2-replay-rollover": ENGINE,
+    "g-lora-salt": ENGINE,
+    "m-bytes-hash-sha256cbor": ENGINE,
+    "x1-full-mode-evict": Limits(8, 32, 4, 2048),
+    "x4-prompt-logprobs": ENGINE,
+}
+"""Engines without a host tier, each with a life of its own."""
+
 HOST_TIERS = {
     "i-cpu-offload-default-events": Limits(20, 32, 4, 2048, 384, host_chunks=48),
     "i2-cpu-offload-self-describing": Limits(
@@ -43,6 +54,8 @@ HOST_TIERS = {
     "x2e-chunk64-cpu-evict-selfdesc": Limits(14, 32, 4, 2048, 384, 8, 2, host_described=True),
 }
 """Engines with a host tier. Its sizes are not in the recordings' events, but in their settings."""
+
+ADAPTERS = {"adapter-a": 1, "adapter-b": 2}
 
 RESET_AFTER_TOKENS = {5: 200, 8: 150}
 """c: line of a reset under load, and tokens that the running request had answered with at most."""
@@ -117,16 +130,21 @@ class Life:
     def _sequences(self, row: dict[str, Any]) -> Iterator[Sequence]:
         asked = row["request"]
         prompt = row.get("prompt_token_ids") or asked["prompt"]
-        xargs = asked.get("vllm_xargs") or {}
+        xargs = asked.get("vllm_xargs") or asked.get("extra_args") or {}
+        adapter = asked.get("lora")
         for tokens in prompt if isinstance(prompt[0], list) else [prompt]:
             self._numbers += 1
             wanted = Asked(
                 prompt=tuple(tokens),
                 max_tokens=asked["max_tokens"],
                 cache_salt=asked.get("cache_salt"),
+                adapter=adapter,
+                adapter_number=None if adapter is None else ADAPTERS[adapter],
+                # One recording tells it by its label only.
+                prompt_logprobs=row["label"].startswith("prompt_logprobs"),
                 session=asked.get("session_id"),
                 report_reused=xargs.get("kv_cache_report_mode") == "full",
-                outputs=tuple(row["output_token_ids"]),
+                outputs=tuple(row.get("output_token_ids", ())),
             )
             yield Sequence(self._numbers, wanted)
 
@@ -225,9 +243,10 @@ def test_a_reset_succeeds_when_the_recorded_one_did(life: dict[str, Played], nam
     assert life[name].resets == recorded
 
 
-@pytest.mark.parametrize("name", HOST_TIERS)
-def test_a_host_tier_tells_and_reuses_what_the_recorded_one_did(name: str) -> None:
-    played = Life(HOST_TIERS[name]).play(name)
+@pytest.mark.parametrize("name", [*OTHERS, *HOST_TIERS])
+def test_other_engines_tell_and_reuse_what_the_recorded_ones_did(name: str) -> None:
+    """Those with a host tier too, but for the order in which a step's copies are announced."""
+    played = Life((OTHERS | HOST_TIERS)[name]).play(name)
     renaming = Renaming()
     recorded = _recorded(name)
     for place, (theirs, ours) in enumerate(zip(recorded, played.batches, strict=False)):

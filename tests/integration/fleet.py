@@ -72,7 +72,7 @@ class Fleet:
                 log,
             )
         )
-        target = f"127.0.0.1:{(await process.event('listening'))['grpc_port']}"
+        target = f"127.0.0.1:{(await process.event('listening'))['port']}"
         channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(target))
         return Scheduler(process, target, RouterStub(channel), FleetStub(channel))
 

@@ -102,7 +102,7 @@ class NaiveMirror:
                 if key not in self.places:
                     self._forget_orphan(key)
                     self.places[key] = place
-                elif isinstance(place, Place) and store.tokens:
+                elif isinstance(place, Place) and place is not self.places[key]:
                     unit = self._unit_of(key, store.unit)
             elif key not in self.places:
                 waiting = self._waiting(store, at) if store.tokens else None

@@ -68,7 +68,7 @@ class Replay:
 
 
 FORKS = st.sampled_from([(100, 1), (3, 1), (8, 1), (8, 2), (4, 2)])
-UNITS = st.sampled_from([BLOCK, BLOCK, BLOCK, 1, 2, 2 * BLOCK, 3 * BLOCK])
+UNITS = st.sampled_from([BLOCK, BLOCK, BLOCK, 2, 2, 1, 2 * BLOCK, 3 * BLOCK])
 LANE = st.sampled_from([0, 0, 1, 2, 3])
 NAMESPACES = st.sampled_from([("", ""), ("", ""), ("", ""), ("lora", ""), ("", "salt")])
 
@@ -92,6 +92,7 @@ class MirrorMachine(RuleBasedStateMachine):
         for lane, multiset in LANES.items():
             self.mirror.add_lane(lane, multiset=multiset)
             self.model.lanes[lane] = multiset
+        self.named: list[tuple[int, bytes]] = []
         self.live = Replay()
         self.late: dict[int, Replay] = {}
 
@@ -129,6 +130,7 @@ class MirrorMachine(RuleBasedStateMachine):
         else:
             self.store_in_model(store)
             self.publish(deltas)
+            self.named += [(store.lane, key) for key in store.keys]
 
     def store_in_model(self, store: Store) -> None:
         self.model.stored(store, self.now)
@@ -178,6 +180,16 @@ class MirrorMachine(RuleBasedStateMachine):
             )
         )
 
+    @rule(lane=LANE, fork=FORKS, first=st.sampled_from([0, 0, 1, 2]), unit=UNITS)
+    def store_plain(self, lane: int, fork: Fork, first: int, unit: int) -> None:
+        count = max(1, 3 * BLOCK // unit)
+        self.store(lane, fork, first, count, unit, ("", ""), 0, False)
+
+    @rule(lane=LANE, fork=FORKS, unit=UNITS)
+    def store_tail_first(self, lane: int, fork: Fork, unit: int) -> None:
+        for first in (2, 1, 0):
+            self.store(lane, fork, first, 1, unit, ("", ""), 0, False)
+
     @rule(
         lane=LANE,
         parent=st.tuples(FORKS, st.integers(0, 20)),
@@ -221,19 +233,38 @@ class MirrorMachine(RuleBasedStateMachine):
     def remove(
         self, lane: int, fork: Fork, ends: list[int], namespace: tuple[str, str], variant: int
     ) -> None:
-        keys = [self.key(fork, end, namespace, variant) for end in ends]
+        self.take(lane, [self.key(fork, end, namespace, variant) for end in ends])
+
+    @precondition(lambda self: self.named)
+    @rule(newest=st.integers(0, 30), count=st.integers(1, 5), tail_first=st.booleans())
+    def remove_named(self, newest: int, count: int, tail_first: bool) -> None:
+        """Blocks that were stored in one lane, counted back from the newest."""
+        last = len(self.named) - newest % len(self.named)
+        lane, _ = self.named[last - 1]
+        keys = [key for of, key in self.named[max(0, last - count) : last] if of == lane]
+        self.take(lane, keys[::-1] if tail_first else keys)
+
+    @precondition(lambda self: self.named)
+    @rule(lane=LANE, newest=st.integers(0, 30), count=st.integers(1, 5))
+    def store_named(self, lane: int, newest: int, count: int) -> None:
+        """A placeholder of blocks that were named before, perhaps in another lane."""
+        last = len(self.named) - newest % len(self.named)
+        keys = dict.fromkeys(key for _, key in self.named[max(0, last - count) : last])
+        self.send(Store(lane, tuple(keys), None, b"", 0))
+
+    def take(self, lane: int, keys: list[bytes]) -> None:
         deltas = self.mirror.removed(lane, b"".join(keys), self.width)
         self.model.removed(lane, keys)
         self.publish(deltas)
 
-    @rule(lanes=st.sets(LANE, max_size=2).map(sorted))
+    @rule(lanes=st.sampled_from([[], [], [], [0], [1], [0, 2], [2, 3]]))
     def clear(self, lanes: list[int]) -> None:
         deltas = self.mirror.cleared(lanes)
         assert [(delta.op, delta.lane) for delta in deltas] == [(CLEAR, lane) for lane in lanes]
         self.model.cleared(lanes)
         self.publish(deltas)
 
-    @rule(lanes=st.sets(LANE, max_size=2).map(sorted))
+    @rule(lanes=st.sampled_from([[], [], [0], [1], [0, 2], [2, 3]]))
     def suspect(self, lanes: list[int]) -> None:
         deltas = self.mirror.suspect(lanes)
         assert all((delta.op, delta.confidence) == (HOLD, 2) for delta in deltas)

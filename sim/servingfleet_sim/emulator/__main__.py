@@ -16,10 +16,10 @@ from aiohttp import web
 from . import logs
 from .engine import Engine
 from .events import HashForm, generation
-from .scheduler import Limits
 from .server import Server
 from .settings import Settings
 from .speed import GPUS
+from .steps import Limits
 
 log = logging.getLogger(__name__)
 

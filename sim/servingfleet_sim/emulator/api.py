@@ -79,10 +79,10 @@ class Answer:
         return row
 
     def delta(
-        self, index: int, token: int, *, first: bool, last: bool, ids: bool
+        self, index: int, tokens: Sequence[int], *, first: bool, last: bool, ids: bool
     ) -> dict[str, Any]:
-        """One token of a streamed choice."""
-        text = words.decode((token,)) if first else " " + words.decode((token,))
+        """The next tokens of a streamed choice."""
+        text = words.decode(tokens) if first else " " + words.decode(tokens)
         row: dict[str, Any] = {"index": index, "logprobs": None}
         if self.chat:
             row["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
@@ -90,7 +90,7 @@ class Answer:
             row["text"] = text
         row |= {"finish_reason": "length" if last else None, "stop_reason": None}
         if ids:
-            row["token_ids"] = [token]
+            row["token_ids"] = list(tokens)
         return row
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from ..wire import EventSockets
 from .events import Event, Generation, encode
-from .scheduler import Scheduler, Step
+from .scheduler import Scheduler
 from .sequence import Phase, Sequence
 from .speed import Speed
+from .steps import Step
 from .truth import Truth
 
 MAX_LAG_S = 0.05

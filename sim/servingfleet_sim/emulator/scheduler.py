@@ -9,90 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from .events import Event, Stored
+from .events import Stored
 from .host import HostTier
 from .pool import BlockPool
 from .sequence import Phase, Sequence
-
-
-class DoesNotFit(ValueError):
-    """A prompt that the engine could never hold: the client must shorten it."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of one rank."""
-
-    blocks: int = 1024
-    """GPU blocks, of which one is never used."""
-    block_size: int = 16
-    """Tokens in a block."""
-    max_sequences: int = 256
-    """Sequences in one step."""
-    max_step_tokens: int = 8192
-    """Tokens computed in one step: longer prompts are computed in chunks. vLLM's default from 70 GiB on."""
-    max_model_len: int = 0
-    """Tokens of prompt and output together; 0: as many as the blocks hold."""
-    host_chunks: int = 0
-    """Chunks in the host tier; 0: no host tier."""
-    host_chunk_blocks: int = 1
-    host_described: bool = False
-    """Whether host events hold tokens; False: placeholders, which is vLLM's default."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of prompt and output that a sequence may have."""
-        held = (self.blocks - 1) * self.block_size
-        return min(self.max_model_len, held) if self.max_model_len else held
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes for one sequence."""
-
-    sequence: Sequence
-    tokens: int
-    context: int
-    """Tokens of it that were computed before."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it only extends the output by one."""
-        return self.tokens == 1 and self.context >= self.sequence.prompt_tokens
-
-
-@dataclass(slots=True)
-class Step:
-    """One scheduled step. Without work it only waits: for loads, or to announce what was copied."""
-
-    work: list[Work] = field(default_factory=list)
-    load_until: float | None = None
-    """When the next load ends; None: none is under way."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a completed step brought."""
-
-    events: list[Event]
-    """One batch, in order; empty: nothing is published."""
-    sampled: list[tuple[Sequence, int]]
-    """A new token of a sequence, which may have finished with it."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start. Tokens, but for the preemptions."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    host_queries: int = 0
-    host_hits: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+from .steps import Counters, DoesNotFit, Limits, Outcome, Step, Work
 
 
 class Scheduler:

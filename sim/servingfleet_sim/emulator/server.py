@@ -15,7 +15,7 @@ from . import exposition
 from .api import Answer, BadRequest, Call, Reader, error, usage
 from .engine import Engine
 from .rank import Rank, Ticket
-from .scheduler import DoesNotFit
+from .steps import DoesNotFit
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -105,11 +105,11 @@ class Server:
                 await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
 
         async def one(index: int, ticket: Ticket) -> None:
-            place = 0
-            async for token, last in _tokens(ticket):
-                choice = answer.delta(index, token, first=place == 0, last=last, ids=call.token_ids)
+            first = True
+            async for tokens, last in _tokens(ticket):
+                choice = answer.delta(index, tokens, first=first, last=last, ids=call.token_ids)
                 await send(answer.part([choice]))
-                place += 1
+                first = False
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -185,12 +185,19 @@ class Server:
         return web.json_response({"rank": rank})
 
 
-async def _tokens(ticket: Ticket) -> AsyncIterator[tuple[int, bool]]:
-    """The tokens of a prompt as they come, and whether each is the last."""
+async def _tokens(ticket: Ticket) -> AsyncIterator[tuple[list[int], bool]]:
+    """The tokens of a prompt as they come, and whether the last is among them.
+
+    Together where several have come meanwhile, as vLLM does when its clients are slower than its steps.
+    """
     last = False
     while not last:
         token, last = await ticket.tokens.get()
-        yield token, last
+        tokens = [token]
+        while not ticket.tokens.empty():
+            token, last = ticket.tokens.get_nowait()
+            tokens.append(token)
+        yield tokens, last
 
 
 def _usage(tickets: list[Ticket]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .events import Generation, generation
-from .scheduler import Limits
 from .speed import GPUS, Speed
+from .steps import Limits
 
 
 @dataclass(frozen=True)

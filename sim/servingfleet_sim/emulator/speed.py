@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .scheduler import Work
+from .steps import Work
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ A line holds `what` and `t`, seconds since the epoch, and by `what`:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -39,7 +40,10 @@ class Truth:
     def close(self) -> None:
         """Ends the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(
+                OSError
+            ):  # what it still held was counted when it could not be written
+                self._file.close()
             self._file = None
 
     def write(self, what: str, time: float, **fields: Any) -> None:

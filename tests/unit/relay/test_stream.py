@@ -98,8 +98,10 @@ async def linked(pipeline: Pipeline, *targets: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        assert not task.done()
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def publish(pipeline: Pipeline, seq: int) -> None:

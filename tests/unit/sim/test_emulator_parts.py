@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from servingfleet_relay.adapters import vllm
 
+from servingfleet_relay.adapters import vllm
 from servingfleet_sim.emulator import words
 from servingfleet_sim.emulator.api import BadRequest, Reader, UnknownModel
 from servingfleet_sim.emulator.events import (
@@ -21,10 +21,10 @@ from servingfleet_sim.emulator.events import (
     encode,
     generation,
 )
-from servingfleet_sim.emulator.scheduler import Work
 from servingfleet_sim.emulator.sequence import Asked, Sequence
 from servingfleet_sim.emulator.settings import Settings
 from servingfleet_sim.emulator.speed import GPUS, Speed
+from servingfleet_sim.emulator.steps import Work
 
 A, B = bytes(range(32)), bytes(range(32, 64))
 EVENTS: list[Event] = [

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from servingfleet_sim.emulator.events import CPU, GPU, Cleared, Event, Removed, Stored
 from servingfleet_sim.emulator.pool import NULL_BLOCK, BlockPool, OutOfBlocks
-from servingfleet_sim.emulator.scheduler import DoesNotFit, Limits, Scheduler
+from servingfleet_sim.emulator.scheduler import Scheduler
 from servingfleet_sim.emulator.sequence import Asked, Phase, Sequence
+from servingfleet_sim.emulator.steps import DoesNotFit, Limits
 
 SIZE = 4
 
@@ -225,6 +226,66 @@ def test_loading_from_the_host_lets_others_compute_meanwhile() -> None:
     assert step is not None
     assert [work.sequence for work in step.work] == [loading]
     assert (loading.cached_tokens, loading.host_tokens) == (20, 12)
+    assert step.work[0].tokens == 1  # all was found, but the last token must be computed
+
+
+def with_host(*prompts: tuple[int, ...]) -> Scheduler:
+    """7 blocks, none of them cached, and a host tier that holds these prompts."""
+    scheduler = Scheduler(Limits(8, SIZE, host_chunks=16), b"")
+    for prompt in prompts:
+        run(scheduler, Asked(prompt, 1))
+    assert scheduler.reset()
+    return scheduler
+
+
+def test_a_chunk_that_is_being_loaded_is_waited_for() -> None:
+    scheduler = with_host((1,) * 8)
+    same = [Sequence(number, Asked((1,) * 8 + (number,), 1)) for number in (3, 4)]
+    for sequence in same:
+        scheduler.add(sequence)
+    step = scheduler.schedule(0.0, load_s=1.0)
+    assert step is not None
+    assert [sequence.phase for sequence in same] == [Phase.LOADING, Phase.WAITING]
+    scheduler.complete(step)
+    step = scheduler.schedule(1.0, load_s=1.0)
+    assert step is not None
+    assert [work.sequence for work in step.work] == same
+    assert [sequence.host_tokens for sequence in same] == [8, 0]
+
+
+def test_a_chunk_that_is_being_loaded_is_not_evicted() -> None:
+    scheduler = Scheduler(Limits(16, SIZE, host_chunks=2), b"")
+    run(scheduler, Asked((1,) * 8, 1))
+    scheduler.reset()
+    scheduler.add(Sequence(1, Asked((1,) * 8, 1)))
+    scheduler.add(Sequence(2, Asked((2,) * 8, 1)))
+    assert scheduler.host is not None
+    held = scheduler.host.content()
+    step = scheduler.schedule(0.0, load_s=1.0)
+    assert step is not None
+    scheduler.complete(step)
+    assert scheduler.host.content() == held
+
+
+def test_a_load_leaves_the_blocks_that_begun_prompts_still_need() -> None:
+    scheduler = with_host((1,) * 20, (2,) * 8)
+    long, short = Sequence(1, Asked((1,) * 20 + (3,) * 7, 1)), Sequence(2, Asked((2,) * 8, 1))
+    scheduler.add(long)
+    scheduler.add(short)
+    assert scheduler.schedule(0.0, load_s=1.0) is not None
+    assert (long.phase, short.phase) == (Phase.LOADING, Phase.WAITING)
+    assert scheduler.pool.free == 2
+
+
+def test_a_prompt_is_admitted_only_where_all_of_it_fits() -> None:
+    scheduler = Scheduler(Limits(8, SIZE, max_step_tokens=6), b"")
+    scheduler.add(Sequence(0, Asked((1,) * 5, 9)))
+    scheduler.add(Sequence(1, Asked((2,) * 24, 1)))
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    scheduler.complete(step)
+    assert scheduler.schedule(0.0) is not None
+    assert (scheduler.running_count, scheduler.waiting_count) == (1, 1)
 
 
 def test_an_answer_depends_on_the_prompt_alone() -> None:

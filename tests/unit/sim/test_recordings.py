@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ REQUEST = {
 }
 
 
-def folder(at: Path, events: list[object], requests: list[object]) -> Path:
+def folder(at: Path, events: Sequence[object], requests: Sequence[object]) -> Path:
     (at / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
     (at / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
     return at
