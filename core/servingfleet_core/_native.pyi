@@ -177,14 +177,18 @@ class Index:
     def set_rank(self, replica: int, rank: int, *, trusted: bool, complete: bool) -> None:
         """Adds or updates a rank. Not `trusted`: its holdings and credits leave lower and predicted.
         Not trusted or not `complete`: its upper is whatever the engine could report at most."""
-    def hold(self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: bytes) -> int:
+    def hold(
+        self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: bytes
+    ) -> int:
         """Returns how many blocks were not held with this confidence before. Ends credits block by block.
         An undeclared lane or rank raises KeyError."""
     def drop(self, replica: int, rank: int, lane: int, hashes: bytes) -> int:
         """Returns how many blocks were held."""
     def clear(self, replica: int, rank: int, lane: int | None = None) -> int:
         """Drops a lane, or all lanes, of a rank. Returns how many blocks were held."""
-    def open_credit(self, decision: str, replica: int, rank: int, hashes: bytes, prompt_tokens: int) -> bool:
+    def open_credit(
+        self, decision: str, replica: int, rank: int, hashes: bytes, prompt_tokens: int
+    ) -> bool:
         """The prompt's blocks will be there soon (attention lanes: all; window and recurrent lanes: those that end
         before the last token). False: a credit of that name is open already."""
     def close_credit(self, decision: str) -> bool: ...

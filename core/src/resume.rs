@@ -91,7 +91,7 @@ pub struct Plan {
     stages: Vec<Stage>,
     /// A block that nobody holds doesn't always end the walk.
     pub passes_gaps: bool,
-    /// Some tier's claims may end inside a block.
+    /// Some lane has units smaller than a block, of which only whole blocks are known.
     small: bool,
     /// Who holds nothing can resume nothing.
     needs_blocks: bool,
@@ -242,13 +242,14 @@ impl Plan {
             }
         }
         let attention = lanes.iter().any(|lane| lane.class == Class::Attention);
-        let small = stages.iter().filter(|stage| stage.step < block).count();
+        let small = lanes.iter().any(|lane| u64::from(lane.unit) < block);
+        let ragged = stages.iter().filter(|stage| stage.step < block).count();
         Ok(Plan {
             block,
-            passes_gaps: !attention || small > 1,
-            small: small > 0,
-            needs_blocks: attention && small == 0,
-            plain: attention && small == 0 && lanes.len() == 1,
+            passes_gaps: !attention || ragged > 1,
+            small,
+            needs_blocks: attention && !small,
+            plain: attention && !small && lanes.len() == 1,
             lanes,
             stages,
         })
@@ -374,6 +375,9 @@ impl Question<'_> {
                 let mut from = end.saturating_sub(need);
                 if group.class != Class::Recurrent {
                     from = from.max(start(group).min(end));
+                }
+                if from == end {
+                    continue; // a window of one token needs nothing
                 }
                 let blocks = (from / block, end.div_ceil(block));
                 let word = |word| self.word(stage, group, view, word);

@@ -19,7 +19,7 @@ import zmq.asyncio
 from . import logs
 from .load import EngineHttp, learn_model, watch_engine
 from .metrics import RelayCollector, serve
-from .options import BadOption, labels, rank_sockets, targets
+from .options import BadOption, checked, labels, rank_sockets, targets
 from .pipeline import Pipeline
 from .settings import PipelineSettings, RelaySettings
 from .stream import Links
@@ -93,11 +93,11 @@ def main(
             metrics_host=metrics_host,
         )
         pipeline_settings = PipelineSettings(
-            replica=replica,
-            model=model,
+            replica=checked("--replica", replica, 253),
+            model=checked("--model", model, 512),
             ranks=numbers,
             stream_id=uuid.uuid4().hex,
-            endpoint=endpoint,
+            endpoint=checked("--endpoint", endpoint, 512),
             labels=labels(label),
             block_tokens=block_tokens,
             engine_block_tokens=engine_block_tokens,

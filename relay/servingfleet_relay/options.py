@@ -41,14 +41,23 @@ def targets(schedulers: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def checked(option: str, value: str, most_bytes: int) -> str:
+    """The value, if schedulers will take it."""
+    if len(value.encode()) > most_bytes:
+        raise BadOption(f"{option} has {len(value.encode())} bytes; at most {most_bytes}")
+    return value
+
+
 def labels(values: Sequence[str]) -> dict[str, str]:
-    """key=value each."""
+    """key=value each, at most 64."""
     found = {}
     for value in values:
         key, equals, rest = value.partition("=")
         if not key or not equals:
             raise BadOption(f"--label {value!r}; expected key=value")
-        found[key] = rest
+        found[checked("--label key", key, 512)] = checked(f"--label {key}", rest, 512)
+    if len(found) > 64:
+        raise BadOption(f"{len(found)} labels; at most 64")
     return found
 
 

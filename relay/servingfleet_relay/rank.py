@@ -138,6 +138,9 @@ class Rank:
                     self._tell(self.mirror.cleared(sorted(self._mirrored)))
                 case Restarted():
                     self._totals["engine_restarts"] += 1
+                    # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has
+                    # already named the new incarnation.
+                    self._tell(self.mirror.cleared(sorted(self._mirrored)))
                     self.mirror.reset()
                     self.fingerprint = Fingerprint()
                     self._doubts = Doubts()
@@ -307,7 +310,19 @@ class Rank:
 
     def _tell(self, deltas: Sequence[CoreDelta]) -> None:
         for delta in deltas:
-            self._messages.extend(self._messages_of(delta))
+            if not self._joined(delta):
+                self._messages.extend(self._messages_of(delta))
+
+    def _joined(self, delta: CoreDelta) -> bool:
+        """Adds drops to the drops before them: vLLM removes each block by an event of its own."""
+        if delta.op != Delta.OP_DROP or not self._messages:
+            return False
+        last = self._messages[-1].delta
+        size = len(last.hashes) + len(delta.hashes)
+        if (last.op, last.lane) != (delta.op, delta.lane) or size > 8 * self._settings.delta_hashes:
+            return False
+        last.hashes += delta.hashes
+        return True
 
     def _messages_of(self, delta: CoreDelta) -> Generator[RelayMessage, None, None]:
         """A delta of the mirror, cut to the size of messages; each part names the block before it."""

@@ -148,7 +148,10 @@ def main(
         drain_s=drain_s,
         token_key=_token_key(token_key_file),
     )
-    asyncio.run(_run(settings, ports))
+    try:
+        asyncio.run(_run(settings, ports))
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _token_key(path: Path | None) -> bytes:

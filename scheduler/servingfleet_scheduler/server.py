@@ -60,7 +60,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIterator[Running]:
-    """Serves until the block ends, then drains. Raises OSError or RuntimeError if a port is taken."""
+    """Serves until the block ends, then drains. Raises OSError if a port can't be had."""
     clock = Clock()
     scheduler = Scheduler(
         settings,
@@ -89,9 +89,12 @@ async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIter
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    port = server.add_insecure_port(ports.listen)
-    await server.start()
+    try:
+        port = server.add_insecure_port(ports.listen)
+    except RuntimeError as error:
+        raise OSError(f"can't listen on {ports.listen}: taken, or not of this machine") from error
     web = Web(ports.http_host, ports.http_port, _pages(scheduler, metrics))
+    await server.start()
     ticker = asyncio.create_task(_tick(scheduler, clock, ports.tick_s))
     for name in ("", *SERVICES):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -35,9 +35,9 @@ class SchedulerSettings:
     """Longest prompt routed: 4 MiB of tokens, 512 KiB of hashes."""
     decision_ttl_s: float = 900.0
     """An outcome may come this long after its decision; beyond it counts as late. Long enough for a long answer."""
-    max_decisions: int = 200_000
+    max_decisions: int = 100_000
     """Open decisions remembered; beyond it the oldest are forgotten (their outcome joins from the id itself)."""
-    max_ended: int = 1_000_000
+    max_ended: int = 500_000
     """Ended decisions remembered, to tell a second outcome; 16 bytes of fingerprint each."""
     predictions_kept: int = 16
     """Targets per decision whose prediction is kept, for outcomes that ran elsewhere."""

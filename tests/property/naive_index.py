@@ -287,7 +287,9 @@ class Question:
                 continue  # inside a block only the cap ends a claim
             groups = {lane.group for lane in lanes}
             if all(
-                self.agrees([lane for lane in lanes if lane.group == group], view, claim, end, less, bridge)
+                self.agrees(
+                    [lane for lane in lanes if lane.group == group], view, claim, end, less, bridge
+                )
                 for group in groups
             ):
                 return end

@@ -48,9 +48,7 @@ def block_hash(branch: int, at: int) -> int:
 def prompt(fork: tuple[int, int], length: int) -> list[int]:
     """Hashes of a prompt that leaves the main stem at block `fork[0]` for branch `fork[1]`."""
     leaves, branch = fork
-    return [
-        block_hash(0 if at < leaves else leaves * 10 + branch, at) for at in range(length)
-    ]
+    return [block_hash(0 if at < leaves else leaves * 10 + branch, at) for at in range(length)]
 
 
 def packed(hashes: Sequence[int]) -> bytes:
@@ -74,7 +72,9 @@ def profiles(draw: st.DrawFn) -> Profile:
         window = draw(st.integers(1, 20)) if state_class == WINDOW else 0
         for tier in sorted(draw(st.sets(st.sampled_from([1, 1, 2, 3, 4]), min_size=1, max_size=3))):
             unit = draw(st.sampled_from([BLOCK, BLOCK, BLOCK, 1, 2, 2 * BLOCK, 3 * BLOCK]))
-            lanes.append(Lane(len(lanes), tier, state_class, group, window, unit, draw(st.booleans())))
+            lanes.append(
+                Lane(len(lanes), tier, state_class, group, window, unit, draw(st.booleans()))
+            )
     rules = [
         Rule(tier, draw(st.booleans()), draw(st.sampled_from([0, 0, 1])), draw(st.booleans()))
         for tier in sorted(draw(st.sets(st.integers(1, 4))))
@@ -246,7 +246,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.match(hashes, more, False)
 
     @rule(
-        hashes=PROMPTS, more=st.integers(0, 2 * BLOCK), no_reuse=st.sampled_from([False] * 9 + [True])
+        hashes=PROMPTS,
+        more=st.integers(0, 2 * BLOCK),
+        no_reuse=st.sampled_from([False] * 9 + [True]),
     )
     def match(self, hashes: list[int], more: int, no_reuse: bool) -> None:
         tokens = len(hashes) * BLOCK + more

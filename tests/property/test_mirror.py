@@ -162,9 +162,7 @@ class MirrorMachine(RuleBasedStateMachine):
         opaque: bool,
     ) -> None:
         begin, end = first * unit, (first + count) * unit
-        keys = [
-            self.key(fork, at + unit, namespace, variant) for at in range(begin, end, unit)
-        ]
+        keys = [self.key(fork, at + unit, namespace, variant) for at in range(begin, end, unit)]
         adapter, cache_salt = namespace
         self.send(
             Store(

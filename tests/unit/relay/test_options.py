@@ -55,8 +55,9 @@ def test_a_scheduler_without_port_is_refused(value: str) -> None:
 
 def test_labels_need_a_key_and_a_value() -> None:
     assert labels(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
-    with pytest.raises(BadOption):
-        labels(["a"])
+    for wrong in (["a"], ["=b"], [f"k{n}=" for n in range(65)], ["a=" + "x" * 513]):
+        with pytest.raises(BadOption):
+            labels(wrong)
 
 
 def test_a_wrong_option_ends_with_2_and_says_what_was_expected() -> None:

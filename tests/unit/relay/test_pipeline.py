@@ -95,7 +95,8 @@ def held(relay: Pipeline, lane: int = 0, rank: int = 0) -> tuple[bytes, bytes]:
 
 
 def ascending(hashes: bytes) -> bytes:
-    return b"".join(sorted((hashes[at : at + 8] for at in range(0, len(hashes), 8)), key=number))
+    values = sorted(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
+    return struct.pack(f"<{len(values)}Q", *values)
 
 
 def number(hash_: bytes) -> int:
@@ -137,6 +138,26 @@ def test_a_removal_drops_the_blocks() -> None:
     relay.live(0, live(1, removed([2])), NOW)
     assert deltas(take(relay))[-1].op == Delta.OP_DROP
     assert held(relay) == (canonical(tokens(1)), b"")
+
+
+def test_removals_of_one_batch_share_messages() -> None:
+    relay = proven(delta_hashes=3)
+    linked(relay)
+    relay.live(0, live(0, stored(list(range(1, 5)), tokens(4))), NOW)
+    take(relay)
+    relay.live(0, live(1, *(removed([hash_]) for hash_ in (4, 3, 2, 1))), NOW)
+    assert [len(delta.hashes) // 8 for delta in deltas(take(relay))] == [3, 1]
+    assert held(relay) == (b"", b"")
+
+
+def test_a_new_engine_life_may_have_another_block_size() -> None:
+    relay = proven(replay=False)
+    linked(relay)
+    relay.live(0, live(0, stored([1], tokens(1))), NOW)
+    relay.live(0, live(0, stored([1], tokens(1, 32), block=32), time=9.0), NOW)
+    profiles = [m.profile for m in take(relay) if m.HasField("profile")]
+    assert [profile.lanes[0].unit_tokens for profile in profiles] == [16, 32]
+    assert held(relay)[0] == ascending(canonical(tokens(2)))
 
 
 def test_adapter_and_salt_enter_the_namespace() -> None:
@@ -479,7 +500,7 @@ def test_an_engine_that_nobody_wrote_an_adapter_for_is_refused() -> None:
         pipeline(engine="other")
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=40).map(lambda b: payload(CLEARED)[:-9] + b))
 def test_no_payload_that_is_no_batch_raises_or_changes_what_is_held(body: bytes) -> None:
     assume(all(isinstance(event, Dropped) for event in vllm.decode_payload(body).events))
@@ -492,8 +513,57 @@ def test_no_payload_that_is_no_batch_raises_or_changes_what_is_held(body: bytes)
     assert relay.status().ranks[0].engine_seq == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=12), max_size=5))
 def test_no_frames_raise(frames: list[bytes]) -> None:
     relay = proven()
     relay.live(0, frames, NOW)
     relay.replayed(0, frames, NOW)
+
+
+hashes = st.lists(st.integers(0, 5) | st.sampled_from([-1, 2**64 - 1, b"\x07" * 32]), max_size=3)
+stores = st.builds(
+    lambda names, parent, block, start, fields: stored(
+        names, tokens(len(names), block, start), parent=parent, block=block, **fields
+    ),
+    hashes,
+    st.none() | st.integers(0, 5),
+    st.sampled_from([0, 8, 16, 32]),
+    st.sampled_from([0, 16, 500]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "medium": st.sampled_from(["GPU", "CPU", "STORAGE", "cpu", "?"]),
+            "group_idx": st.integers(0, 2),
+            "kv_cache_spec_kind": st.sampled_from(["full_attention", "mamba", "sliding_window"]),
+            "kv_cache_spec_sliding_window": st.sampled_from([0, 64]),
+            "extra_keys": st.lists(st.none() | st.just(["x"]), max_size=3),
+        },
+    ),
+)
+removals = st.builds(removed, hashes, medium=st.sampled_from(["GPU", "CPU", "?"]))
+
+
+@settings(deadline=None)
+@given(st.lists(stores | removals | st.just(CLEARED), max_size=12))
+def test_no_sequence_of_plausible_events_raises_and_schedulers_end_up_with_what_is_held(
+    events: list[Any],
+) -> None:
+    relay = proven()
+    linked(relay)
+    mirrored: dict[tuple[int, bytes], int] = {}
+    for seq, event in enumerate(events):
+        relay.live(0, live(seq, event), NOW)
+        for delta in deltas(take(relay)):
+            blocks = [delta.hashes[at : at + 8] for at in range(0, len(delta.hashes), 8)]
+            if delta.op == Delta.OP_HOLD:
+                mirrored |= {(delta.lane, block): delta.confidence for block in blocks}
+            elif delta.op == Delta.OP_DROP:
+                for block in blocks:
+                    mirrored.pop((delta.lane, block), None)
+            else:
+                mirrored = {key: value for key, value in mirrored.items() if key[0] != delta.lane}
+    for lane in range(len(relay.status().lanes)):
+        for confidence in (CONFIRMED, UPPER):
+            told = [block for (at, block), c in mirrored.items() if (at, c) == (lane, confidence)]
+            assert ascending(b"".join(told)) == relay.holdings(0, lane, confidence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -21,10 +22,11 @@ PATIENCE_S = 10.0
 class Engine:
     """Publishes as vLLM does, and answers replays from a ring."""
 
-    def __init__(self, context: zmq.asyncio.Context, port: int = 0, replay_port: int = 0) -> None:
+    def __init__(self, port: int = 0, replay_port: int = 0) -> None:
         self.ring: list[list[bytes]] = []
-        self.publisher = context.socket(zmq.PUB)
-        self.router = context.socket(zmq.ROUTER)
+        self.context = zmq.asyncio.Context()
+        self.publisher = self.context.socket(zmq.PUB)
+        self.router = self.context.socket(zmq.ROUTER)
         self.port = _bind(self.publisher, port)
         self.replay_port = _bind(self.router, replay_port)
 
@@ -43,16 +45,16 @@ class Engine:
             await self.router.send_multipart([identity, *END])
 
     def stop(self) -> None:
-        self.publisher.close(0)
-        self.router.close(0)
+        # Waits until the ports are free again.
+        self.context.destroy(linger=0)
 
 
-def _bind(socket: zmq.asyncio.Socket, port: int) -> int:
-    socket.linger = 0
+def _bind(server: zmq.asyncio.Socket, port: int) -> int:
+    server.linger = 0
     if port:
-        socket.bind(f"tcp://127.0.0.1:{port}")
+        server.bind(f"tcp://127.0.0.1:{port}")
         return port
-    return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+    return int(server.bind_to_random_port("tcp://127.0.0.1"))
 
 
 class Changes:
@@ -108,7 +110,7 @@ def state(pipeline: Pipeline) -> tuple[str, int | None]:
 async def test_history_live_batches_a_gap_and_a_restart_are_all_followed(
     context: zmq.asyncio.Context,
 ) -> None:
-    engine = Engine(context)
+    engine = Engine()
     serving = asyncio.create_task(engine.serve())
     await engine.publish(0)
     sockets = RankSockets(
@@ -129,7 +131,7 @@ async def test_history_live_batches_a_gap_and_a_restart_are_all_followed(
         engine.stop()
         await changes.until(lambda: state(pipeline)[0] == "unproven")
 
-        engine = Engine(context, engine.port, engine.replay_port)
+        engine = Engine(engine.port, engine.replay_port)
         serving = asyncio.create_task(engine.serve())
         await changes.until(lambda: state(pipeline) == ("live", None))
         await engine.publish(0, life=2.0)
@@ -143,9 +145,9 @@ async def test_a_relay_that_binds_hears_an_engine_that_connects(
     context: zmq.asyncio.Context,
 ) -> None:
     publisher = context.socket(zmq.PUB)
-    free = context.socket(zmq.PUB)
-    port = _bind(free, 0)
-    free.close(0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     async with tapped(context, RankSockets(0, f"tcp://127.0.0.1:{port}", None, bind=True)) as (
         pipeline,
         changes,
@@ -170,7 +172,7 @@ async def _subscribed(publisher: zmq.asyncio.Socket, pipeline: Pipeline) -> None
 
 
 async def test_a_replay_that_nobody_answers_is_given_up(context: zmq.asyncio.Context) -> None:
-    engine = Engine(context)  # whose replay socket is bound, and silent
+    engine = Engine()  # whose replay socket is bound, and silent
     sockets = RankSockets(
         0, f"tcp://127.0.0.1:{engine.port}", f"tcp://127.0.0.1:{engine.replay_port}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servingfleet_relay.adapters import vllm
@@ -171,11 +171,13 @@ almost = st.builds(
 ) | st.builds(lambda tag, rest: [tag, *rest], names, st.lists(plain, max_size=13))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_raise(body: bytes) -> None:
     vllm.decode_payload(body)
 
 
+@settings(deadline=None)
 @given(st.lists(almost | plain, max_size=5))
 def test_no_well_formed_message_raises(events: list[Any]) -> None:
     batch = vllm.decode_payload(payload(*events))

@@ -226,6 +226,13 @@ async def test_streams_are_ended_when_the_scheduler_stops() -> None:
     await channel.close()
 
 
+async def test_a_port_that_is_taken_is_told_by_its_address(running: Running) -> None:
+    ports = ServerSettings(listen=f"127.0.0.1:{running.port}")
+    with pytest.raises(OSError, match=f"127.0.0.1:{running.port}"):
+        async with serve(SETTINGS, ports):
+            pass
+
+
 async def test_readiness_says_how_warm_the_index_is(running: Running) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.http_port}") as client:
         ready = await client.get("/readyz")
