@@ -55,7 +55,7 @@ $(READY): pyproject.toml $(RUST)
 		echo "This Python can't make virtual environments (Debian, Ubuntu: apt install python3-venv)."; \
 		exit 1; }
 	@command -v cargo >/dev/null || { \
-		echo "servingfleet builds its core with Rust 1.85 or newer, and 'cargo' is not on the PATH."; \
+		echo "servingfleet builds its core with Rust 1.88 or newer, and 'cargo' is not on the PATH."; \
 		echo "Install it with rustup (https://rustup.rs) or your system's packages, then run make again."; \
 		exit 1; }
 	@echo "== 1/3 virtual environment in $(VENV) ($$($(PYTHON) -V))"
@@ -63,7 +63,8 @@ $(READY): pyproject.toml $(RUST)
 	@echo "== 2/3 build tools"
 	$(BIN)/python -m pip install --disable-pip-version-check "setuptools>=80" "setuptools-rust>=1.12"
 	@echo "== 3/3 Rust core and dependencies (a few minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --verbose -e ".[dev]" \
-		2>&1 | grep --line-buffered -E "Collecting|Downloading|Compiling|Finished|Installing|Successfully|error|ERROR" ; \
-		exit $${PIPESTATUS[0]}
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --verbose -e ".[dev]" 2>&1 \
+		| tee $(VENV)/setup.log \
+		| { grep --line-buffered -E "^ *(Collecting|Downloading|Compiling|Finished|Installing|Successfully|error)" || true; } \
+		|| { echo "Set-up failed; the end of $(VENV)/setup.log:"; tail -n 40 $(VENV)/setup.log; exit 1; }
 	touch $@

@@ -8,6 +8,7 @@ from . import exits
 from .asking import explain, replicas, reuse, route
 from .checking import check_stream
 from .demo import demo
+from .top import top
 from .verifying import verify_command
 
 
@@ -17,7 +18,7 @@ def main() -> None:
     """Ask a fleet where prompts should go, and whether its predictions hold."""
 
 
-for command in (route, explain, reuse, replicas, check_stream, verify_command, demo):
+for command in (route, explain, reuse, replicas, check_stream, verify_command, demo, top):
     main.add_command(command)
 
 if __name__ == "__main__":

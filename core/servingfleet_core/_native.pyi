@@ -97,12 +97,14 @@ class Mirror:
         cache_salt: str = "",
         media: Sequence[tuple[int, bytes]] = (),
         opaque: bool = False,
+        doubtful: bool = False,
     ) -> list[Delta]:
         """Blocks stored, consecutive after `parent` (None: the root, under `adapter` and `cache_salt`).
 
         `tokens` holds len(hashes)/width * unit_tokens ids (one more with `pairs`), or none for a placeholder whose
         hashes must be placed already (or become orphans without tokens). `media` is relative to the first token.
         `opaque`: keys that nobody else can compute: held and counted, never matched.
+        `doubtful`: the engine may hold them: the copies count as UPPER (in a lane of flags, earlier ones do, too).
         Raises Rejected: no_hashes, token_count, unit_size (neither multiple nor divisor of the canonical block),
         self_parent, duplicate_in_event, hash_conflict (same engine hash, other place), mirror_full.
         """
@@ -140,7 +142,8 @@ class Profile:
         """Lanes: (lane, tier, state class, group, window_tokens, unit_tokens, upper_in_predicted), numbers as in the
         protocol's enums. Tiers: (tier, cap is the whole prompt, less_units, extends). A tier without a rule caps at
         prompt - 1, takes nothing off and extends. Raises ValueError for a unit that neither divides nor is divided
-        by the canonical block (checked against the index that uses it), unknown enum numbers, lane numbers >= 64."""
+        by the canonical block (checked against the index that uses it), unknown enum numbers, lane numbers >= 64, a
+        lane or a tier given twice, a group of two classes or windows."""
 
 @final
 class Match:
@@ -180,8 +183,9 @@ class Index:
     def hold(
         self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: bytes
     ) -> int:
-        """Returns how many blocks were not held with this confidence before. Ends credits block by block.
-        An undeclared lane or rank raises KeyError."""
+        """Returns how many blocks were not held with this confidence before.
+        In a GPU attention lane (any GPU lane if there is none) a hold that counts in `predicted` ends credits block by
+        block. An undeclared lane or rank raises KeyError."""
     def drop(self, replica: int, rank: int, lane: int, hashes: bytes) -> int:
         """Returns how many blocks were held."""
     def clear(self, replica: int, rank: int, lane: int | None = None) -> int:

@@ -230,7 +230,7 @@ impl Mirror {
         Ok(self.mirror.add_lane(lane.0, multiset)?)
     }
 
-    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False)")]
+    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False)")]
     #[allow(clippy::too_many_arguments)] // the contract's own
     fn stored(
         &mut self,
@@ -245,6 +245,7 @@ impl Mirror {
         cache_salt: &str,
         media: PyMedia,
         opaque: bool,
+        doubtful: bool,
     ) -> PyResult<Vec<Delta>> {
         let event = mirror::Stored {
             lane: lane.0,
@@ -258,6 +259,7 @@ impl Mirror {
             cache_salt,
             media: &media_of(media)?,
             opaque,
+            doubtful,
         };
         Ok(deltas(self.mirror.stored(&event)?))
     }

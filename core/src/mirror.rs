@@ -67,6 +67,8 @@ pub struct Stored<'a> {
     pub media: &'a [Media],
     /// Keys that nobody else can compute.
     pub opaque: bool,
+    /// The engine may hold it: the copies count as UPPER.
+    pub doubtful: bool,
 }
 
 /// Totals since the mirror was made.

@@ -95,7 +95,7 @@ class SchedulerSettings:
 class ServerSettings:
     """Ports and limits of the process."""
 
-    listen: str = "127.0.0.1:50051"
+    listen: str = "127.0.0.1:7070"
     http_host: str = "127.0.0.1"
     http_port: int = 0
     """0: any free port; it is in the log line "listening"."""

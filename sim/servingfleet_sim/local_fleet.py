@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from servingfleet_protos.v1 import fleet_pb2
 
 from .playing import UNPROVEN
-from .processes import START_PATIENCE_S, Process, ProcessFailed, running
+from .processes import START_PATIENCE_S, STOP_PATIENCE_S, Process, ProcessFailed, running
 
 if TYPE_CHECKING:  # this name exists for type checkers only
     from servingfleet_protos.v1.fleet_pb2_grpc import FleetAsyncStub
@@ -39,16 +40,16 @@ class EngineSpec:
     """Tokens of one step: vLLM's default for the GPU's memory."""
     host_blocks: int = 0
     """Blocks of the host tier of a rank; 0: none."""
-    speed: float = 0.25
-    """Times as fast as an 8B model on that GPU. A quarter stands for a model of some 32B, and keeps the steps so long
-    that one machine can make those of a whole fleet."""
+    speed: float = 0.5
+    """Times as fast as an 8B model on that GPU. Half stands for a model of some 16B, and keeps the steps so long that
+    one machine can make those of a whole fleet."""
 
 
 _KINDS = (
     EngineSpec("b200-large", "b200", 1, 4000, 16_384),
     EngineSpec("h100", "h100", 1, 2400, 8192),
-    EngineSpec("a100-two-ranks", "a100", 2, 1600, 2048),
-    EngineSpec("l40s-host-tier", "l40s", 1, 1000, 2048, host_blocks=4000),
+    EngineSpec("a100-two-ranks", "a100", 2, 2000, 2048),
+    EngineSpec("l40s-host-tier", "l40s", 1, 1200, 2048, host_blocks=4000),
 )
 
 
@@ -135,8 +136,16 @@ class LocalFleet:
         """Sends a signal to every process that still runs."""
         for process in self.processes:
             if process.child.returncode is None:
+                # Not through the child: asyncio's would reap one that has just ended, and lose its status.
                 with contextlib.suppress(ProcessLookupError):
-                    process.child.send_signal(number)
+                    os.kill(process.child.pid, number)
+
+    async def stop(self) -> None:
+        """Ends every process, all at once."""
+        self.signal(signal.SIGTERM)
+        ends = [asyncio.create_task(process.child.wait()) for process in self.processes]
+        if ends:
+            await asyncio.wait(ends, timeout=STOP_PATIENCE_S)
 
 
 @asynccontextmanager
@@ -151,10 +160,10 @@ async def local_fleet(
                 await _start(fleet, policy, stack)
                 yield fleet
             finally:
-                # All at once: the stack then only waits for them, one after the other.
-                fleet.signal(signal.SIGTERM)
+                # The stack would stop them one after the other.
+                await fleet.stop()
     finally:
-        # Where the wait itself was cut short.
+        # Where the wait was too long, or was itself cut short.
         fleet.signal(signal.SIGKILL)
 
 

@@ -73,8 +73,21 @@ class Fleet:
             )
         )
         target = f"127.0.0.1:{(await process.event('listening'))['port']}"
-        channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(target))
+        return await self.asked(process, target)
+
+    async def asked(self, process: Process, target: str) -> Scheduler:
+        """The stubs of a scheduler that listens on `target`."""
+        # Of its own: a shared one would remember that the life before it at this address was lost.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = await self.stack.enter_async_context(
+            grpc.aio.insecure_channel(target, options=options)
+        )
         return Scheduler(process, target, RouterStub(channel), FleetStub(channel))
+
+    async def process(self, module: str, *arguments: str, log: Path | None = None) -> Process:
+        """Any other process of the project. `log`: where its standard error goes instead."""
+        sink = log or self._log(module.rpartition(".")[2])
+        return await self.stack.enter_async_context(running(module, arguments, sink))
 
     async def engine(self, recording: Recording) -> RecordedEngine:
         return await self.stack.enter_async_context(RecordedEngine(recording.ranks))

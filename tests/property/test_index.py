@@ -20,9 +20,9 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
+
 from servingfleet_core import Index, Match
 from servingfleet_core import Profile as CoreProfile
-
 from tests.property.naive_index import (
     ATTENTION,
     RECURRENT,
@@ -66,7 +66,7 @@ SCATTERED = st.lists(
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    lanes = []
+    lanes: list[Lane] = []
     for group in range(draw(st.integers(0, 3))):
         state_class = draw(st.sampled_from([ATTENTION, ATTENTION, WINDOW, RECURRENT]))
         window = draw(st.integers(1, 20)) if state_class == WINDOW else 0
@@ -123,14 +123,18 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(target=replicas, profiles=st.tuples(PROFILES, PROFILES))
     def start(self, profiles: tuple[Profile, Profile]) -> MultipleResults[int]:
-        return multiple(*(self.add_replica(profile) for profile in profiles))
+        return multiple(*[self.new_replica(profile) for profile in profiles])
 
     @rule(target=replicas, profile=PROFILES)
     def add_replica(self, profile: Profile) -> int:
+        return self.new_replica(profile)
+
+    def new_replica(self, profile: Profile) -> int:
         replica = self.index.add_replica(core_profile(profile))
         assert replica not in self.model.profiles
         self.model.set_profile(replica, profile)
-        self.set_rank(replica, 0, True, True)
+        self.index.set_rank(replica, 0, trusted=True, complete=True)
+        self.model.set_rank(replica, 0, True, True)
         return replica
 
     @rule(replica=replicas, profile=PROFILES)
@@ -201,7 +205,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         dropped = self.index.drop(replica, rank, lane, packed(hashes))
         assert dropped == self.model.drop(replica, rank, lane, hashes)
-        self.match(hashes[:10], 0, False)
+        self.match(prompt((6, 1), 10), 0, False)
 
     @rule(replica=replicas, rank=RANKS, lane=LANES | st.none())
     def clear(self, replica: int, rank: int, lane: int | None) -> None:
@@ -275,7 +279,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert counts["credits"] == len(self.model.credits)
         assert counts["runs"] <= counts["blocks"]
         assert counts["evicted"] == 0
-        for (replica, rank), _ in self.model.ranks.items():
+        for replica, rank in self.model.ranks:
             credits = [
                 credit
                 for credit in self.model.credits.values()
@@ -328,8 +332,8 @@ def test_what_can_be_resumed_is_what_the_definition_says(
 
 
 IndexMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=60,
+    max_examples=200,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from servingfleet_core import Delta, Index, Mirror, Profile, Rejected
 
+from servingfleet_core import Delta, Index, Mirror, Profile, Rejected
 from tests.property.naive_mirror import Media, NaiveMirror, Refused, Store
 
 BLOCK = 4
@@ -374,7 +374,7 @@ class SmallMirrorMachine(MirrorMachine):
 
 
 STEPS = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

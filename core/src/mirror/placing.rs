@@ -536,9 +536,10 @@ impl Mirror {
         });
         // A report of a hit looks like this too; the one copy that is certain either way is counted already.
         let repeat = event.parent.is_none() && !event.tokens.is_empty() && copies.confirmed > 0;
-        match (multiset, repeat) {
+        match (multiset, repeat || event.doubtful) {
             (true, true) => copies.upper = copies.upper.saturating_add(1),
             (true, false) => copies.confirmed = copies.confirmed.saturating_add(1),
+            (false, _) if event.doubtful => (copies.confirmed, copies.upper) = (0, 1),
             (false, _) => (copies.confirmed, copies.upper) = (1, 0),
         }
         self.set_copies(number, copies);

@@ -708,7 +708,7 @@ class RelayCounters(_message.Message):
     mirror_bytes: _builtins.int
     @_builtins.property
     def totals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """"events_stored", "drop_unknown_event", ...: see docs/metrics. At most 128 keys."""
+        """"events_stored", "drop_unknown_event", ...: see docs/relay.md. At most 128 keys."""
 
     def __init__(
         self,

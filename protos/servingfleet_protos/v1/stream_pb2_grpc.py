@@ -47,8 +47,9 @@ class RelayIntakeServicer:
     def Stream(self, request_iterator, context):
         """First message from the relay: `hello`; first answer: `welcome`.
         Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
-        ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (a newer stream speaks for this replica),
-        PERMISSION_DENIED (the caller is not that replica).
+        ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
+        again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
+        stops: reconnect elsewhere).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

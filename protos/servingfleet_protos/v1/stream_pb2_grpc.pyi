@@ -40,8 +40,9 @@ class RelayIntakeStub:
     Stream: _grpc.StreamStreamMultiCallable[_stream_pb2.RelayMessage, _stream_pb2.SchedulerMessage]
     """First message from the relay: `hello`; first answer: `welcome`.
     Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
-    ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (a newer stream speaks for this replica),
-    PERMISSION_DENIED (the caller is not that replica).
+    ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
+    again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
+    stops: reconnect elsewhere).
     """
 
 @_typing.type_check_only
@@ -50,8 +51,9 @@ class RelayIntakeAsyncStub(RelayIntakeStub):
     Stream: _aio.StreamStreamMultiCallable[_stream_pb2.RelayMessage, _stream_pb2.SchedulerMessage]  # type: ignore[assignment]
     """First message from the relay: `hello`; first answer: `welcome`.
     Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
-    ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (a newer stream speaks for this replica),
-    PERMISSION_DENIED (the caller is not that replica).
+    ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
+    again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
+    stops: reconnect elsewhere).
     """
 
 class RelayIntakeServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +65,9 @@ class RelayIntakeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_stream_pb2.SchedulerMessage], _abc.AsyncIterator[_stream_pb2.SchedulerMessage]]:
         """First message from the relay: `hello`; first answer: `welcome`.
         Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
-        ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (a newer stream speaks for this replica),
-        PERMISSION_DENIED (the caller is not that replica).
+        ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
+        again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
+        stops: reconnect elsewhere).
         """
 
 def add_RelayIntakeServicer_to_server(servicer: RelayIntakeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

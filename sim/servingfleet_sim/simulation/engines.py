@@ -248,13 +248,19 @@ class SimulatedEngine:
         self._stamp += 1
         return 1e9 + self._stamp
 
-    def sequence(self, prompt: tuple[int, ...], salt: str, outputs: int) -> Sequence:
-        """A prompt for any rank."""
+    def sequence(
+        self, prompt: tuple[int, ...], salt: str, outputs: int, *, report_reused: bool = False
+    ) -> Sequence:
+        """A prompt for any rank. `report_reused`: what it reuses is announced again, which is no store."""
         self._numbers += 1
-        return Sequence(
-            self._numbers,
-            Asked(prompt=prompt, max_tokens=outputs, cache_salt=salt or None, vocabulary=12),
+        asked = Asked(
+            prompt=prompt,
+            max_tokens=outputs,
+            cache_salt=salt or None,
+            vocabulary=12,
+            report_reused=report_reused,
         )
+        return Sequence(self._numbers, asked)
 
 
 def replies(rank: EngineRank, start: int) -> list[Frames]:

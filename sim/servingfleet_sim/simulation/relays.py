@@ -108,6 +108,8 @@ class SimulatedRelay:
         self._last = [0.0 for _ in engine.ranks]
         self._replays: dict[int, int] = {}
         self._scraped = -1.0
+        self._loads: dict[int, tuple[int, int]] = {}
+        self._pending = False
         self.pipeline: Pipeline
         self.followed: Followed
 
@@ -134,6 +136,7 @@ class SimulatedRelay:
             ),
             self.clock(),
         )
+        self.pipeline.on_output = self._wake
         self.followed = Followed(self.engine)
         self._watch()
         self._say(f"{self.name} starts, stream {self.name}-{self.life}")
@@ -272,6 +275,9 @@ class SimulatedRelay:
 
     # Time
 
+    def _wake(self) -> None:
+        self._pending = True
+
     def tick(self) -> None:
         """As the process does, and with it the scrape of the engine's metrics."""
         if not self.up:
@@ -285,17 +291,22 @@ class SimulatedRelay:
                 self.pipeline.engine_started(now - age, now)
             for rank in self.engine.ranks:
                 assert rank.scheduler is not None
-                self.pipeline.load(
-                    EngineLoad(
-                        rank=rank.number,
-                        running_requests=rank.scheduler.running_count,
-                        waiting_requests=rank.scheduler.waiting_count,
+                load = (rank.scheduler.running_count, rank.scheduler.waiting_count)
+                if load != self._loads.get(rank.number):
+                    self._loads[rank.number] = load
+                    running, waiting = load
+                    self.pipeline.load(
+                        EngineLoad(
+                            rank=rank.number, running_requests=running, waiting_requests=waiting
+                        )
                     )
-                )
         self.pump()
 
     def pump(self) -> None:
-        """Starts the replays that are wanted, and lets the links send."""
+        """Starts the replays that are wanted, and lets the links send, if there may be something."""
+        if not self._pending:
+            return
+        self._pending = False
         for request in self.pipeline.take_replay_requests():
             self._replay(request)
         for number, rank in self.pipeline._ranks.items():

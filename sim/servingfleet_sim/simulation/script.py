@@ -89,7 +89,8 @@ class Step:
     pinned: bool = False
     """To `engine` and `rank`."""
     flag: bool = False
-    """A salted prompt; a reset that stops running requests; a continued conversation, by kind."""
+    """A salted prompt; a local one that has reused blocks announced again; a reset that stops what runs; batches
+    before a restarted engine's relay listens: by kind."""
     own: int = 0
     """Names the prompt's own tokens."""
 
@@ -144,10 +145,11 @@ def draw(seed: int) -> Script:
     rng = random.Random(seed)
     engines = tuple(_engine(rng) for _ in range(rng.choice((1, 1, 2, 2, 3))))
     # Not every kind of trouble in every schedule: what hides behind another trouble must show, too.
-    kinds = [kind for kind in FAULTS if rng.random() < rng.choice((0.15, 0.5))]
+    share = rng.choice((0.12, 0.12, 0.4))
+    kinds = [kind for kind in FAULTS if rng.random() < share]
     steps = [_traffic(rng, engines) for _ in range(rng.randint(6, 24))]
     if kinds:
-        steps += [_fault(rng, engines, rng.choice(kinds)) for _ in range(rng.randint(1, 9))]
+        steps += [_fault(rng, engines, rng.choice(kinds)) for _ in range(rng.randint(1, 10))]
     steps.sort(key=lambda step: step.at)
     return Script(
         seed,
@@ -201,7 +203,7 @@ def _fault(rng: random.Random, engines: tuple[Engine, ...], kind: Kind) -> Step:
         rank=rng.randrange(engines[engine].ranks),
         scheduler=rng.randrange(2),
         amount=rng.choice((1, 1, 2, 5)),
-        span=round(rng.choice((0.1, 0.5, 2.0, 4.0)) * rng.uniform(0.5, 1.5), 2),
+        span=round(rng.choice((0.1, 0.5, 2.0, 5.0)) * rng.uniform(0.5, 1.5), 2),
         flag=rng.random() < 0.5,
         own=rng.randrange(1000),
     )

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+
 from servingfleet_core import HASH_VERSION, block_hashes, namespace_root
 
 SEED = 0x7366_6C65_6574_3031

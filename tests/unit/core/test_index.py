@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+
 from servingfleet_core import Index, Match, Profile
 
 BLOCK = 16

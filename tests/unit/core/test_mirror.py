@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 
 import pytest
+
 from servingfleet_core import Delta, Mirror, Rejected, block_hashes, namespace_root
 
 BLOCK = 4

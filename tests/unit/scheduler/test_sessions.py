@@ -174,9 +174,10 @@ def test_a_superseded_stream_never_comes_back() -> None:
 def test_the_end_of_a_superseded_stream_does_not_touch_its_successor() -> None:
     scheduler = make_scheduler()
     first = FakeRelay(scheduler).hello()
-    FakeRelay(scheduler, now=6.0).hello(stream_id="second")
+    FakeRelay(scheduler, now=6.0).hello(stream_id="second").snapshot(hashes(64))
     first.session.close(7.0)
     assert rank_of(scheduler).state == LIVE
+    assert predicted(scheduler) == 64
 
 
 def test_another_stream_forgets_what_the_first_said() -> None:
@@ -260,6 +261,17 @@ def test_a_resume_across_a_gap_starts_anew() -> None:
     assert predicted(scheduler) == 0
 
 
+def test_another_relay_life_can_not_resume() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    relay.snapshot(hashes(64))
+    relay.session.close(1.0)
+    relay.reconnect()
+    relay.hello(stream_id="another", resume_instance="scheduler-1", resume_from=4)
+    assert relay.take("welcome")[-1].resumed is False
+    assert predicted(scheduler) == 0
+
+
 def test_a_resume_of_another_schedulers_session_starts_anew() -> None:
     scheduler = make_scheduler()
     relay = FakeRelay(scheduler).hello()
@@ -277,6 +289,7 @@ def test_the_same_relay_takes_over_its_own_half_open_stream_at_once() -> None:
     relay.reconnect()
     relay.hello(resume_instance="scheduler-1", resume_from=4)
     assert old.refused is not None
+    old.close(1.0)
     assert predicted(scheduler) == 64
 
 

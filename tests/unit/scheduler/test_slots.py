@@ -79,10 +79,11 @@ def test_no_snapshot_holds_a_slot_for_ever() -> None:
 
 
 def test_a_rank_asked_for_again_is_granted_again_after_its_snapshot() -> None:
-    slots = make()
+    slots = make(2)
     slots.request("a", [0])
     granted(slots)
     slots.request("a", [0], again=True)
+    assert granted(slots) == []
     slots.done("a", 0)
     assert granted(slots) == ["a"]
 
