@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-RUST := core/Cargo.toml core/Cargo.lock $(wildcard core/src/*.rs)
+RUST := core/Cargo.toml core/Cargo.lock $(wildcard core/src/*.rs core/src/*/*.rs)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench generate clean

@@ -48,7 +48,7 @@ KINDS = (
 
 async def rows(quick: bool) -> list[Row]:
     """All rows of intake."""
-    rounds, deltas = (2, 1_500) if quick else (4, 10_000)
+    rounds, deltas = (2, 1_500) if quick else (3, 8_000)
     rng = random.Random(2)
     blocks = deltas * max(kind.blocks for kind in KINDS)
     hashes = b"".join(

@@ -108,7 +108,7 @@ class Loop:
 async def rows(quick: bool) -> list[Row]:
     """All rows of `Route`."""
     fleet = Fleet.of(SIZES.values())
-    slices, slice_s = (2, 0.3) if quick else (6, 1.0)
+    slices, slice_s = (2, 0.3) if quick else (4, 0.75)
     loops: defaultdict[tuple[str, str, int], Loop] = defaultdict(Loop)
     async with AsyncExitStack() as stack:
         servers = [

@@ -1,161 +1,210 @@
-"""`servingfleet demo`: recorded engines, real relays, a real scheduler, and the report at the end."""
+"""`servingfleet demo`: a whole fleet of emulated engines on this machine, and how it was predicted."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import click
 import grpc
-from google.protobuf.json_format import MessageToDict
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.text import Text
 
 from servingfleet_protos.v1 import fleet_pb2
-from servingfleet_protos.v1.fleet_pb2_grpc import FleetStub
-from servingfleet_protos.v1.routing_pb2_grpc import RouterStub
-from servingfleet_sim.playing import Player, Stalled, relay_arguments
-from servingfleet_sim.processes import ProcessFailed, running
-from servingfleet_sim.recordings import Recording, RecordingError, read
-from servingfleet_sim.verify import Verdict
-from servingfleet_sim.wire import RecordedEngine
+from servingfleet_scheduler.policy import POLICIES
+from servingfleet_sim.arm import Arm, Running, run_arm
+from servingfleet_sim.clients import CALL_S, Progress
+from servingfleet_sim.local_fleet import MODEL, EngineSpec, mixed_engines
+from servingfleet_sim.processes import ProcessFailed
+from servingfleet_sim.workload import Session, Shape, sessions
 
 from . import exits
-from .asking import print_reuse
-from .output import console, format_option, print_json, table
+from .demo_report import Demo, as_dict, print_report
+from .interrupts import run_to_end
+from .output import console, format_option, print_json
+from .recorded_demo import play_recordings
+from .top import Meter, frame
 
-MODEL = "demo-model"
-RECORDINGS = ("a-shared-prefix", "b-eviction")
+CONTROL = "round-robin"
 
+START_S = 8.0
+"""What starting and ending a fleet takes, on a machine that has more to do."""
+LEAST_LOAD_S = 3.0
+SESSIONS_PER_S = 1.0
+"""Of each replica: what the slowest engine can still take under round-robin, and two cores can play."""
+LOOK_S = 0.5
 
-def recordings_root() -> Path:
-    """Where the recordings lie: $SERVINGFLEET_RECORDINGS, else beside the checkout."""
-    named = os.environ.get("SERVINGFLEET_RECORDINGS")
-    return Path(named) if named else Path("..") / "shared" / "data" / "streams"
+OF_ENGINES = ("seed", "replicas", "minutes", "policy", "logs")
 
 
 @click.command(epilog=exits.HELP)
 @click.argument("folders", nargs=-1, metavar="[DIR...]", type=click.Path(path_type=Path))
+@click.option("--seed", default=1, show_default=True, help="The same seed asks the same prompts.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(4, 16),
+    default=4,
+    show_default=True,
+    help="Engines, of different speed and cache size; load grows with them.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.2, 60),
+    default=2.0,
+    show_default=True,
+    help="Time for everything; half for each policy.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(sorted(POLICIES)),
+    default="cost",
+    show_default=True,
+    help=f"The policy that is compared with {CONTROL}.",
+)
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep here what each process logged, and the engines' own accounts.",
+)
 @format_option
-def demo(folders: tuple[Path, ...], output: str) -> None:
-    """Play recorded engines as a fleet: each DIR is one replica.
+@click.pass_context
+def demo(
+    context: click.Context,
+    folders: tuple[Path, ...],
+    seed: int,
+    replicas: int,
+    minutes: float,
+    policy: str,
+    logs: Path | None,
+    output: str,
+) -> None:
+    """Run a fleet on this machine: emulated engines, real relays, a real scheduler, real sockets.
 
-    Every engine publishes its recorded bytes on real sockets; one relay process each streams them
-    to a scheduler process; every recorded request is routed there and its reported reuse compared
-    with the prediction. Without DIR: two recordings from $SERVINGFLEET_RECORDINGS.
+    Conversations with shared system prompts are played twice, under round-robin and under --policy, each on fresh
+    engines. Then every prediction is compared with what the engines report and with their own accounts. Exits with 1
+    if a prediction missed for no good reason, or if a count differs.
+
+    With DIR: plays recorded streams of real engines instead, each DIR as one replica.
     """
-    chosen = folders or tuple(recordings_root() / name for name in RECORDINGS)
+    if folders:
+        given = [name for name in OF_ENGINES if _given(context, name)]
+        if given:
+            raise click.UsageError(f"--{given[0]} is for emulated engines, DIR for recorded ones")
+        play_recordings(folders, output)
+        return
     try:
-        recordings = [read(folder) for folder in chosen]
-    except (RecordingError, OSError) as error:
-        hint = "name folders of recorded streams, or set SERVINGFLEET_RECORDINGS to where they lie"
-        raise exits.Exit(f"{error}\n{hint}", exits.USAGE) from error
-    try:
-        verdicts, report = asyncio.run(play_fleet(recordings, show=output == "table"))
-    except (ProcessFailed, Stalled, grpc.RpcError) as error:
+        result = run_to_end(_compare(seed, replicas, minutes, policy, logs, show=output == "table"))
+    except (ProcessFailed, grpc.RpcError) as error:
         raise exits.Exit(str(error), exits.UNREACHABLE) from error
-    wrong = sum(verdict.wrong for row in verdicts for verdict in row)
+    except OSError as error:
+        raise exits.Exit(f"--logs: {error}", exits.USAGE) from error
     if output == "json":
-        print_json(_as_dict(recordings, verdicts, report))
+        print_json(as_dict(result))
     else:
-        _print(recordings, verdicts, report)
-    if wrong:
+        print_report(result)
+    if not all(arm.agrees for arm in result.arms):
         raise SystemExit(exits.NO)
 
 
-async def play_fleet(
-    recordings: Sequence[Recording], show: bool
-) -> tuple[list[list[Verdict]], fleet_pb2.GetReuseResponse]:
-    """Runs the processes, plays every recording at once, and asks for the report.
+def _given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
-    Raises ProcessFailed, Stalled, grpc.RpcError.
-    """
-    async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="servingfleet-demo-")))
-        bars = stack.enter_context(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                console=console(),
-                disable=not show,
+
+async def _compare(
+    seed: int, replicas: int, minutes: float, policy: str, logs: Path | None, *, show: bool
+) -> Demo:
+    engines = mixed_engines(replicas)
+    seconds = max(LEAST_LOAD_S, 30 * minutes - START_S)
+    shape = Shape(seconds=seconds, sessions_per_s=SESSIONS_PER_S * replicas)
+    workload = list(sessions(shape, seed))
+    view = _View(engines, seconds, show=show)
+    temporary: AbstractContextManager[str]
+    if logs is None:
+        temporary = tempfile.TemporaryDirectory(prefix="servingfleet-demo-")
+    else:
+        temporary = nullcontext(str(logs))
+    with temporary as folder, view:
+        control_logs, policy_logs = _folders(Path(folder))
+        control = await _arm(view, engines, CONTROL, workload, seconds, control_logs)
+        chosen = await _arm(view, engines, policy, workload, seconds, policy_logs)
+    return Demo(seed, minutes, seconds, shape, engines, chosen, control)
+
+
+def _folders(parent: Path) -> tuple[Path, Path]:
+    """One for each policy; raises OSError where they are there already."""
+    found = parent / "control", parent / "policy"
+    for folder in found:
+        folder.mkdir(parents=True)
+    return found
+
+
+async def _arm(
+    view: _View,
+    engines: tuple[EngineSpec, ...],
+    policy: str,
+    workload: list[Session],
+    seconds: float,
+    logs: Path,
+) -> Arm:
+    view.starting(policy)
+    return await run_arm(engines, policy, workload, seconds, logs, view.watch)
+
+
+class _View:
+    """What is seen meanwhile: a live picture on a terminal, else a line for each policy, or nothing."""
+
+    def __init__(self, engines: tuple[EngineSpec, ...], seconds: float, *, show: bool) -> None:
+        self._what = f"{len(engines)} emulated engines, {sum(e.ranks for e in engines)} ranks"
+        self._seconds = seconds
+        self._console = console()
+        self._lines = show and not self._console.is_terminal
+        self._live: Live | None = None
+        if show and self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> None:
+        if self._live is not None:
+            self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def starting(self, policy: str) -> None:
+        """A fleet is about to start."""
+        if self._live is not None:
+            self._live.update(Text(f"{policy}: starting {self._what}"), refresh=True)
+        elif self._lines:
+            self._console.print(f"{policy}: {self._what}, {self._seconds:.0f} s of load")
+
+    async def watch(self, running: Running) -> None:
+        """Shows a fleet under load until it is cancelled."""
+        if self._live is None:
+            return
+        meter = Meter()
+        clock = time.monotonic
+        start = clock()
+        while True:
+            replicas = await running.stub.ListReplicas(
+                fleet_pb2.ListReplicasRequest(model=MODEL), timeout=CALL_S
             )
-        )
-        tasks = [bars.add_task(r.name, total=len(r.requests), note="starting") for r in recordings]
-        scheduler = await stack.enter_async_context(
-            running(
-                "servingfleet_scheduler",
-                ["--listen", "127.0.0.1:0", "--http-port", "0"],
-                logs / "scheduler.log",
+            reuse = await running.stub.GetReuse(
+                fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True), timeout=CALL_S
             )
+            meter.add(reuse, clock())
+            heading = self._heading(running.policy, clock() - start, running.progress)
+            self._live.update(frame(heading, replicas, reuse, meter), refresh=True)
+            await asyncio.sleep(LOOK_S)
+
+    def _heading(self, policy: str, passed_s: float, progress: Progress) -> str:
+        if passed_s < self._seconds:
+            when = f"{passed_s:.0f} of {self._seconds:.0f} s"
+        else:
+            when = "waiting for the last answers"
+        ends = ", ".join(f"{count} {end}" for end, count in sorted(progress.ends.items()))
+        return (
+            f"{policy}, {when}: {self._what}; {progress.open} requests open, {ends or 'none ended'}"
         )
-        target = f"127.0.0.1:{(await scheduler.event('listening'))['port']}"
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
-        router, fleet = RouterStub(channel), FleetStub(channel)
-        players = []
-        for number, recording in enumerate(recordings):
-            engine = await stack.enter_async_context(RecordedEngine(recording.ranks))
-            replica = f"replica-{number}"
-            arguments = relay_arguments(engine, replica, MODEL, target)
-            await stack.enter_async_context(
-                running("servingfleet_relay", arguments, logs / f"{replica}.log")
-            )
-            players.append(Player(recording, engine, replica, MODEL, router, fleet))
-
-        async def play(number: int) -> list[Verdict]:
-            player, verdicts = players[number], []
-            await player.connected()
-            async for verdict in player.play():
-                verdicts.append(verdict)
-                exact = sum(v.exact for v in verdicts)
-                bars.update(tasks[number], advance=1, note=f"{exact} predicted exactly")
-            return verdicts
-
-        rows = await asyncio.gather(*(play(number) for number in range(len(players))))
-        report = await fleet.GetReuse(
-            fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True), timeout=10
-        )
-        return list(rows), report
-
-
-def _print(
-    recordings: Sequence[Recording],
-    verdicts: Sequence[Sequence[Verdict]],
-    report: fleet_pb2.GetReuseResponse,
-) -> None:
-    out = console()
-    rows = []
-    for number, (recording, row) in enumerate(zip(recordings, verdicts, strict=True)):
-        exact = sum(v.hit for v in row)
-        wrong = sum(v.wrong for v in row)
-        causes = ", ".join(sorted({str(v.cause) for v in row if v.cause}))
-        counts = [len(row), exact, len(row) - exact - wrong, wrong]
-        rows.append([f"replica-{number}", recording.name, *counts, causes])
-    columns = ["replica", "recording", ">requests", ">exact", ">explained", ">wrong", "causes"]
-    out.print(table("predicted reuse against what the engines reported", columns, rows))
-    print_reuse(report)
-
-
-def _as_dict(
-    recordings: Sequence[Recording],
-    verdicts: Sequence[Sequence[Verdict]],
-    report: fleet_pb2.GetReuseResponse,
-) -> dict[str, object]:
-    return {
-        "replicas": [
-            {
-                "replica": f"replica-{number}",
-                "recording": recording.name,
-                "requests": len(row),
-                "exact": sum(v.hit for v in row),
-                "wrong": sum(v.wrong for v in row),
-            }
-            for number, (recording, row) in enumerate(zip(recordings, verdicts, strict=True))
-        ],
-        "reuse": MessageToDict(report, preserving_proto_field_name=True),
-    }

@@ -81,7 +81,7 @@ def frame(
 ) -> RenderableType:
     """One picture of a fleet."""
     parts: list[RenderableType] = [Text(heading, style="bold")]
-    models = sorted({each.model for each in (*replicas.replicas, *reuse.reports)})
+    models = sorted({r.model for r in replicas.replicas} | {r.model for r in reuse.reports})
     for model in models:
         parts.append(Text(f"{model}: {_throughput(meter.rate((model, '')))}"))
         overall = [r for r in reuse.reports if r.model == model and not r.replica]

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from . import logs
+from .adapters.registry import ADAPTERS, AUTO
 from .load import EngineHttp, learn_model, watch_engine
 from .metrics import RelayCollector, serve
 from .options import BadOption, checked, labels, rank_sockets, targets
@@ -45,6 +46,14 @@ class _Stopped(Exception):
 )
 @click.option("--engine-replay", multiple=True, help="Replay socket likewise. None: no replay.")
 @click.option("--engine-bind", is_flag=True, help="Bind the event socket: the engine connects.")
+@click.option(
+    "--engine",
+    default="auto",
+    type=click.Choice([*ADAPTERS, AUTO]),
+    help="auto: what --engine-http says that it is.",
+)
+@click.option("--hybrid", is_flag=True, help="The model has window or recurrent layers (SGLang).")
+@click.option("--extra-keys", is_flag=True, help="Requests use SGLang's extra_key.")
 @click.option("--ranks", default=1, type=click.IntRange(1, 1024), help="Number of ranks.")
 @click.option("--first-rank", default=0, type=click.IntRange(0, 65_000), help="Rank of the first.")
 @click.option("--engine-http", default="", help="Base address of the engine's HTTP server.")
@@ -65,6 +74,9 @@ def main(
     engine_events: tuple[str, ...],
     engine_replay: tuple[str, ...],
     engine_bind: bool,
+    engine: str,
+    hybrid: bool,
+    extra_keys: bool,
     ranks: int,
     first_rank: int,
     engine_http: str,
@@ -97,6 +109,9 @@ def main(
             model=checked("--model", model, 512),
             ranks=numbers,
             stream_id=uuid.uuid4().hex,
+            engine=engine,
+            hybrid=hybrid,
+            extra_keys=extra_keys,
             endpoint=checked("--endpoint", endpoint, 512),
             labels=labels(label),
             block_tokens=block_tokens,
@@ -104,6 +119,11 @@ def main(
             host_unit_tokens=host_unit_tokens,
             replay=bool(engine_replay),
         )
+        if engine == AUTO and not engine_http:
+            raise BadOption(
+                f"--engine is {AUTO} and --engine-http is not given: name the engine, "
+                f"one of {', '.join(ADAPTERS)}"
+            )
     except BadOption as error:
         raise click.UsageError(str(error)) from error
     sys.exit(asyncio.run(run(settings, pipeline_settings)))
@@ -146,7 +166,7 @@ async def _relay(
     if engine is not None and not pipeline_settings.model:
         pipeline_settings = replace(pipeline_settings, model=await learn_model(engine, settings))
     pipeline = Pipeline(pipeline_settings, time.monotonic())
-    collector = RelayCollector(pipeline_settings.engine)
+    collector = RelayCollector()
     links = Links(settings, pipeline, random.Random(secrets.randbits(64)))
     replays = Replays(context, settings, pipeline, group)
 

@@ -27,6 +27,7 @@ class Fingerprint:
         self._forms: dict[str, str] = {}
         self._hash_width = 0
         self._signed: bool | None = None
+        self._pairs: bool | None = None
         self._unknown: set[str] = set()
 
     def batch(self, length: int) -> Finding | None:
@@ -52,6 +53,10 @@ class Fingerprint:
             if (shape.low and shape.high) or self._signed not in (None, signed):
                 return self._changed("hash_kind_changed", "signed or unsigned", "both")
             self._signed = signed
+        if shape.pairs is not None:
+            if self._pairs not in (None, shape.pairs):
+                return self._changed("key_form_changed", "one of tokens and pairs", "both")
+            self._pairs = shape.pairs
         if shape.unknown_fields:
             self._unknown.update(shape.unknown_fields)
             names = ", ".join(sorted(self._unknown)[:8])
@@ -70,6 +75,8 @@ class Fingerprint:
         if self._hash_width:
             sign = {None: "", True: " signed", False: " unsigned"}[self._signed]
             traits["hashes"] = f"{self._hash_width} bytes{sign}"
+        if self._pairs is not None:
+            traits["keys"] = "pairs" if self._pairs else "tokens"
         if self._unknown:
             traits["unknown fields"] = ", ".join(sorted(self._unknown)[:8])
         return traits
@@ -83,6 +90,8 @@ class Doubts:
     """What is held against a stream, and until when."""
 
     def __init__(self) -> None:
+        self.ambiguous = False
+        """Hashes of this stream may stand for blocks of several namespaces."""
         self._passing = ""
         self._lasting = Doubt.NONE
         self._lasting_reason = ""
@@ -90,6 +99,7 @@ class Doubts:
     def note(self, reason: str, detail: str, doubt: Doubt) -> None:
         """Remembers a doubt. The first text of the gravest stays."""
         text = f"{reason}: {detail}"
+        self.ambiguous = self.ambiguous or doubt is Doubt.AMBIGUOUS
         if doubt in (Doubt.INCOMPLETE, Doubt.STALE):
             self._passing = self._passing or text
         elif doubt > self._lasting:
@@ -101,7 +111,7 @@ class Doubts:
 
     @property
     def worst(self) -> tuple[Doubt, str]:
-        """INCOMPLETE, UNTRUSTED or QUARANTINED with its reason; NONE with "" if there is none."""
+        """INCOMPLETE, AMBIGUOUS, UNTRUSTED or QUARANTINED with its reason; NONE with "" if there is none."""
         if self._lasting:
             return self._lasting, self._lasting_reason
         return (Doubt.INCOMPLETE, self._passing) if self._passing else (Doubt.NONE, "")

@@ -5,10 +5,12 @@ Pure. A lane is a tier times a layer group; its number never changes its meaning
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.common_pb2 import (
+    KEY_FORM_PAIR,
     KEY_FORM_TOKEN,
     STATE_CLASS_ATTENTION,
     STATE_CLASS_RECURRENT,
@@ -64,6 +66,10 @@ class Lanes:
         self._classes: dict[int, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._gpu_blocks = 0
+        self._gpu_tokens = 0
+        self._key_forms: dict[int, bool] = {}
+        self._hybrid = False
+        self._adapters_proven = not profile.adapters_since
         self._separates_adapters = True
         self._separates_salts = True
 
@@ -86,10 +92,11 @@ class Lanes:
         if known is not None:
             used = units.get(known.number, unit)
             if unit != used:
+                partial = unit < used and event.single and not self.engine.fixed_unit
                 return Dropped(
-                    "partial_block" if unit < used and event.single else "block_size",
+                    "partial_block" if partial else "block_size",
                     f"{known.name}: a block of {unit} tokens; so far {used}",
-                    Doubt.INCOMPLETE,
+                    Doubt.QUARANTINED if self.engine.fixed_unit else Doubt.INCOMPLETE,
                 )
             if known.unit_tokens == unit:
                 return known
@@ -112,11 +119,55 @@ class Lanes:
             self._separates_adapters, self._separates_salts = adapters, salts
             self.version += 1
 
-    def capacity(self, gpu_blocks: int) -> None:
-        """The engine says how many GPU blocks it has."""
-        if gpu_blocks != self._gpu_blocks:
-            self._gpu_blocks = gpu_blocks
+    def release(self, version: str) -> None:
+        """The engine says which release it is."""
+        if self.engine.adapters_since:
+            proven = _numbers(version) >= self.engine.adapters_since
+            if proven != self._adapters_proven:
+                self._adapters_proven = proven
+                self.version += 1
+
+    def capacity(self, *, gpu_blocks: int = 0, gpu_tokens: int = 0) -> None:
+        """The engine says how large its GPU cache is."""
+        if (gpu_blocks, gpu_tokens) != (self._gpu_blocks, self._gpu_tokens):
+            self._gpu_blocks, self._gpu_tokens = gpu_blocks, gpu_tokens
             self.version += 1
+
+    @property
+    def hybrid(self) -> bool:
+        """Some layers keep a state whose eviction the engine does not announce."""
+        return self._hybrid
+
+    def set_hybrid(self) -> None:
+        """From here on nothing that is stored is certain to be resumable."""
+        if not self._hybrid:
+            self._hybrid = True
+            self.version += 1
+
+    def of_keys(self, rank: int, pairs: bool) -> Dropped | None:
+        """Notes the key form of a rank's blocks, or says why they can't be read: one form for a replica."""
+        others = {form for other, form in self._key_forms.items() if other != rank}
+        if others and pairs not in others:
+            return Dropped(
+                "key_form_mixed",
+                f"rank {rank} has keys of {'pairs' if pairs else 'tokens'}, the other ranks don't",
+                Doubt.QUARANTINED,
+            )
+        if self._key_forms.get(rank) != pairs:
+            changed = pairs != self._pairs
+            self._key_forms[rank] = pairs
+            self.version += changed
+        return None
+
+    def forget_keys(self, rank: int) -> None:
+        """A new life of the engine: its key form is not known yet."""
+        pairs = self._pairs
+        self._key_forms.pop(rank, None)
+        self.version += pairs != self._pairs
+
+    @property
+    def _pairs(self) -> bool:
+        return any(self._key_forms.values())
 
     @property
     def unplaceable(self) -> bool:
@@ -145,9 +196,13 @@ class Lanes:
                     window_tokens=lane.window_tokens,
                     unit_tokens=lane.unit_tokens,
                     capacity_tokens=(
-                        self._gpu_blocks * lane.unit_tokens if lane.tier == TIER_GPU else 0
+                        self._gpu_tokens or self._gpu_blocks * lane.unit_tokens
+                        if lane.tier == TIER_GPU
+                        else 0
                     ),
-                    upper_in_predicted=self.engine.tiers[lane.tier].upper_in_predicted,
+                    upper_in_predicted=(
+                        self.engine.tiers[lane.tier].upper_in_predicted and not self._hybrid
+                    ),
                 )
                 for lane in self._lanes.values()
             ],
@@ -164,8 +219,8 @@ class Lanes:
                 )
                 for tier, traits in self.engine.tiers.items()
             ],
-            key_form=KEY_FORM_TOKEN,
-            adapters_separated=self._separates_adapters,
+            key_form=KEY_FORM_PAIR if self._pairs else KEY_FORM_TOKEN,
+            adapters_separated=self._separates_adapters and self._adapters_proven,
             salts_separated=self._separates_salts,
         )
 
@@ -214,7 +269,7 @@ class Lanes:
             return Dropped(
                 "block_size",
                 f"blocks of {event.unit_tokens} tokens; configured: {self._configured_unit}",
-                Doubt.INCOMPLETE,
+                Doubt.QUARANTINED if self.engine.fixed_unit else Doubt.INCOMPLETE,
             )
         unit = self._stated_unit(event)
         if unit % self._block_tokens and self._block_tokens % unit:
@@ -225,3 +280,9 @@ class Lanes:
                 Doubt.QUARANTINED,
             )
         return unit
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a release's name: "0.5.23.post1" is (0, 5, 23)."""
+    parts = itertools.takewhile(str.isdecimal, version.removeprefix("v").split("."))
+    return tuple(int(part) for part in parts)

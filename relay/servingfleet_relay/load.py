@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """A vLLM with many ranks and adapters writes some hundred KiB."""
 
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _CACHE = "vllm:cache_config_info"
+_TOKENS = "sglang:max_total_num_tokens"
+_HYBRID = ("sglang:swa_token_usage", "sglang:mamba_usage")
+_RANK = ("engine", "dp_rank")
+"""Labels that name the data-parallel rank: vLLM's and SGLang's."""
 _STARTED = "process_start_time_seconds"
 
 
@@ -46,26 +50,64 @@ class Metrics:
     started: float | None = None
     """When the process started, seconds since 1970."""
     gpu_blocks: int | None = None
+    gpu_tokens: int | None = None
+    hybrid: bool = False
+    """Window or recurrent layers are in use (only SGLang says so)."""
+    engine: str | None = None
+    """The engine whose names the samples have."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the engine says that it is."""
+
+    engine: str
+    version: str
 
 
 def parse_metrics(text: str, ranks: tuple[int, ...]) -> Metrics:
-    """Reads vLLM's /metrics; samples of other ranks are left out. Raises ScrapeFailed."""
+    """Reads vLLM's or SGLang's /metrics; samples of other ranks are left out. Raises ScrapeFailed."""
     loads: dict[int, EngineLoad] = {}
     started: float | None = None
     gpu_blocks: int | None = None
+    gpu_tokens: int | None = None
+    hybrid = False
+    engines = set()
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                prefix = sample.name.partition(":")[0]
+                if prefix in ("vllm", "sglang"):
+                    engines.add(prefix)
                 if sample.name == _STARTED and math.isfinite(sample.value):
                     started = sample.value
                 elif sample.name == _CACHE:
                     blocks = sample.labels.get("num_gpu_blocks", "")
                     gpu_blocks = int(blocks) if blocks.isdecimal() else gpu_blocks
-                elif sample.name in (_RUNNING, _WAITING, *_USAGE):
+                elif sample.name == _TOKENS and 0 < sample.value < 2**63:
+                    gpu_tokens = int(sample.value)
+                elif sample.name in _HYBRID:
+                    hybrid = hybrid or sample.value > 0
+                elif sample.name in (*_RUNNING, *_WAITING, *_USAGE):
                     _add(loads, sample.name, sample.labels, sample.value, ranks)
     except (ValueError, KeyError, IndexError) as error:
         raise ScrapeFailed(f"/metrics is not in Prometheus' text format: {error}"[:200]) from error
-    return Metrics(loads, started, gpu_blocks)
+    engine = engines.pop() if len(engines) == 1 else None
+    return Metrics(loads, started, gpu_blocks, gpu_tokens, hybrid, engine)
+
+
+def identity_of(server_info: Any, version: Any, metrics: Metrics | None) -> Identity | None:
+    """Which engine gave these answers; None for an answer that was none, and for none of those we know.
+
+    Several engines answer /version alike: that it is vLLM is told by its metrics' names.
+    """
+    if isinstance(server_info, dict) and "internal_states" in server_info:
+        told = server_info.get("version")
+        return Identity("sglang", told[:128]) if isinstance(told, str) else None
+    told = version.get("version") if isinstance(version, dict) else None
+    if isinstance(told, str) and metrics is not None and metrics.engine == "vllm":
+        return Identity("vllm", told[:128])
+    return None
 
 
 def _add(
@@ -75,14 +117,14 @@ def _add(
     value: float,
     ranks: tuple[int, ...],
 ) -> None:
-    label = labels.get("engine", "")
+    label = next((labels[name] for name in _RANK if labels.get(name)), "")
     rank = int(label) if label.isdecimal() else ranks[0]
     if rank not in ranks or not math.isfinite(value) or not 0 <= value < 2**32:
         return
     load = loads.setdefault(rank, EngineLoad(rank=rank))
-    if name == _RUNNING:
+    if name in _RUNNING:
         load.running_requests = int(value)
-    elif name == _WAITING:
+    elif name in _WAITING:
         load.waiting_requests = int(value)
     else:
         load.kv_usage = min(value, 1.0)
@@ -112,13 +154,27 @@ class EngineHttp:
         """Load and identity as /metrics tells them."""
         return parse_metrics((await self._get("/metrics")).decode(errors="replace"), ranks)
 
-    async def version(self) -> str:
-        """The engine's version."""
-        answer = await self._json("/version")
-        version = answer.get("version") if isinstance(answer, dict) else None
-        if not isinstance(version, str):
-            raise ScrapeFailed("/version names no version")
-        return version[:128]
+    async def identity(self, ranks: tuple[int, ...]) -> Identity:
+        """Which engine it is, and which release."""
+        info = await self._answer("/server_info") or await self._answer("/get_server_info")
+        version = await self._answer("/version")
+        try:
+            metrics = await self.metrics(ranks)
+        except ScrapeFailed:
+            metrics = None
+        identity = identity_of(info, version, metrics)
+        if identity is None:
+            raise ScrapeFailed(
+                "its answers to /server_info, /version and /metrics are of no engine that we know"
+            )
+        return identity
+
+    async def _answer(self, path: str) -> Any:
+        """None: it has no (usable) answer."""
+        try:
+            return await self._json(path)
+        except ScrapeFailed:
+            return None
 
     async def model(self) -> str:
         """The model that it serves."""
@@ -174,20 +230,24 @@ async def watch_engine(
 ) -> None:
     """Scrapes until it is cancelled. `failed` is called for every scrape that did not work."""
     started: float | None = None
-    version = ""
+    identified = False
     working = True
     while True:
         try:
+            if not identified:
+                await _identify(engine, pipeline, clock)
+                identified = True
             metrics = await engine.metrics(pipeline.settings.ranks)
             if metrics.started is not None and metrics.started != started:
                 started = metrics.started
                 pipeline.engine_started(started - wall_clock() + clock(), clock())
-                version = ""
-            if not version:
-                version = await engine.version()
-                pipeline.engine_version(version)
-            if metrics.gpu_blocks is not None:
-                pipeline.engine_capacity(metrics.gpu_blocks)
+                await _identify(engine, pipeline, clock)
+            if metrics.gpu_blocks is not None or metrics.gpu_tokens is not None:
+                pipeline.engine_capacity(
+                    metrics.gpu_blocks or 0, gpu_tokens=metrics.gpu_tokens or 0
+                )
+            if metrics.hybrid:
+                pipeline.engine_hybrid()
             for load in metrics.loads.values():
                 pipeline.load(load)
             working = True
@@ -195,5 +255,15 @@ async def watch_engine(
             failed()
             if working:
                 log.warning("engine not scraped", extra={"error": str(error)})
-            working = False
+            working = identified = False
         await asyncio.sleep(settings.scrape_interval_s)
+
+
+async def _identify(engine: EngineHttp, pipeline: Pipeline, clock: Callable[[], float]) -> None:
+    """Asks the engine what it is, and tells the pipeline. Raises ScrapeFailed."""
+    try:
+        identity = await engine.identity(pipeline.settings.ranks)
+    except ScrapeFailed as error:
+        pipeline.engine_unknown(str(error))
+        raise
+    pipeline.engine_found(identity.engine, identity.version, clock())

@@ -25,8 +25,7 @@ _MIRROR_SIZES = (
 class RelayCollector(Collector):
     """Turns the newest status into metrics."""
 
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self.status: Status | None = None
         """Replaced as a whole, never changed."""
         self.scrapes_failed = 0
@@ -35,6 +34,7 @@ class RelayCollector(Collector):
         status = self.status
         if status is None:
             return
+        engine = status.engine
         drops = CounterMetricFamily(
             "servingfleet_relay_drops", "What was dropped, by reason.", labels=["engine", "reason"]
         )
@@ -45,15 +45,15 @@ class RelayCollector(Collector):
         )
         for name, value in sorted(status.totals.items()):
             if name.startswith("drop_"):
-                drops.add_metric([self._engine, name.removeprefix("drop_")], value)
+                drops.add_metric([engine, name.removeprefix("drop_")], value)
             elif not name.startswith("mirror_"):
-                totals.add_metric([self._engine, name], value)
+                totals.add_metric([engine, name], value)
         scrapes = CounterMetricFamily(
             "servingfleet_relay_scrapes_failed",
             "Scrapes of the engine that did not work.",
             labels=["engine"],
         )
-        scrapes.add_metric([self._engine], self.scrapes_failed)
+        scrapes.add_metric([engine], self.scrapes_failed)
         state = GaugeMetricFamily(
             "servingfleet_relay_rank_state",
             "1 for the state that a rank is in.",

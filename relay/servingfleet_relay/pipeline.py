@@ -21,7 +21,7 @@ from servingfleet_protos.v1.stream_pb2 import (
     SchedulerMessage,
 )
 
-from .adapters import vllm
+from .adapters import registry
 from .lanes import Lanes
 from .outbox import Body, Limits, Outbox, Phase
 from .rank import Rank
@@ -63,29 +63,28 @@ class Status:
     links: dict[str, str]
     """Phase of each link, by its name."""
     totals: dict[str, int]
+    engine: str = ""
+    """"": not known yet."""
 
 
 class Pipeline:
     """One replica. Unknown ranks and links raise KeyError; nothing that an engine sends raises."""
 
     def __init__(self, settings: PipelineSettings, now: float) -> None:
-        if settings.engine != vllm.PROFILE.engine:
-            raise ValueError(f"engine {settings.engine!r} is not known; known: vllm")
+        """Raises ValueError for an engine that nobody wrote an adapter for."""
+        self._adapter = registry.named(settings.engine)
         self.settings = settings
         self.on_output: Callable[[], None] = lambda: None
         """Called whenever there may be something to take."""
         self._engine_version = settings.engine_version
         self._totals: Counter[str] = Counter()
-        self._lanes = Lanes(
-            vllm.PROFILE,
-            block_tokens=settings.block_tokens,
-            engine_block_tokens=settings.engine_block_tokens,
-            host_unit_tokens=settings.host_unit_tokens,
-        )
+        self._lanes = self._new_lanes()
         self._ranks = {
-            rank: Rank(rank, settings, self._lanes, vllm.decode_payload, self._totals)
+            rank: Rank(rank, settings, self._lanes, self._adapter, self._totals)
             for rank in settings.ranks
         }
+        self._waiting: set[int] = set()
+        """Ranks whose sockets came up before it was known how to read them."""
         self._links: dict[str, Outbox] = {}
         self._limits = Limits(
             settings.resend_window_messages,
@@ -96,25 +95,36 @@ class Pipeline:
         self._profile_version = 0
         self._progress: dict[int, int | None] = {}
         self._counted = now
+        if not self._known:
+            self.engine_unknown("it has not said yet what it is")
 
     # The engine's sockets.
 
     def socket_up(self, rank: int, now: float) -> None:
         """The event socket of a rank is connected (again)."""
         source = self._ranks[rank]
+        if not self._known:
+            # The whole history is asked for when the engine is known.
+            self._waiting.add(rank)
+            return
         source.run(source.numbering.socket_up(now), now)
         self._spread(source)
 
     def socket_down(self, rank: int, now: float) -> None:
         """The event socket of a rank is lost."""
         source = self._ranks[rank]
+        self._waiting.discard(rank)
         source.numbering.socket_down()
         self._spread(source)
 
     def live(self, rank: int, frames: Sequence[bytes], now: float) -> None:
         """A message from the subscription, frames as received."""
-        self._ranks[rank].live(frames, now)
-        self._spread(self._ranks[rank])
+        source = self._ranks[rank]
+        if not self._known:
+            self._totals["batches_engine_unknown"] += 1
+            return
+        source.live(frames, now)
+        self._spread(source)
 
     def replayed(self, rank: int, frames: Sequence[bytes], now: float) -> None:
         """A reply to the last replay request of this rank, the end marker included."""
@@ -141,9 +151,46 @@ class Pipeline:
             link.load(load)
         self.on_output()
 
+    def engine_found(self, engine: str, version: str, now: float) -> None:
+        """The engine's own answer to what it is. Raises ValueError for one that nobody wrote an adapter for.
+
+        Chooses the adapter if that was left to the engine; else an answer that contradicts takes the trust away.
+        """
+        adapter = registry.named(engine)
+        if not self._known:
+            self._adapter = adapter
+            told = self._lanes.version
+            self._lanes = self._new_lanes()
+            self._lanes.version = told + 1
+            for source in self._ranks.values():
+                source.adopt(self._lanes, adapter)
+        reads = self._adapter.profile.engine
+        reason = (
+            ""
+            if reads == engine
+            else f"the engine says that it is {engine}, and the relay reads {reads}: restart the relay"
+        )
+        self.engine_version(version)
+        for rank, source in self._ranks.items():
+            source.mistrust(reason)
+            if rank in self._waiting:
+                source.run(source.numbering.socket_up(now), now)
+            self._spread(source)
+        self._waiting.clear()
+
+    def engine_unknown(self, reason: str) -> None:
+        """The engine could not be asked, or its answer fits no adapter. No change if it is known already."""
+        if self._known:
+            return
+        for source in self._ranks.values():
+            source.mistrust(f"engine unknown: {reason}")
+            self._spread(source)
+
     def engine_version(self, version: str) -> None:
         """The engine's own version; told in the next hello."""
         self._engine_version = version
+        self._lanes.release(version)
+        self._spread_profile()
 
     def engine_started(self, started: float, now: float) -> None:
         """When the engine's process started, in the clock of `now`."""
@@ -151,10 +198,19 @@ class Pipeline:
             source.run(source.numbering.process_started(started, now), now)
             self._spread(source)
 
-    def engine_capacity(self, gpu_blocks: int) -> None:
-        """Blocks of the engine's GPU cache."""
-        self._lanes.capacity(gpu_blocks)
+    def engine_capacity(self, gpu_blocks: int = 0, *, gpu_tokens: int = 0) -> None:
+        """Blocks or tokens of the engine's GPU cache."""
+        self._lanes.capacity(gpu_blocks=gpu_blocks, gpu_tokens=gpu_tokens)
         self._spread_profile()
+
+    def engine_hybrid(self) -> None:
+        """The model has layers whose state is evicted unannounced: what is held is an upper bound."""
+        if self._lanes.hybrid:
+            return
+        self._lanes.set_hybrid()
+        for source in self._ranks.values():
+            source.suspect()
+            self._spread(source)
 
     def tick(self, now: float) -> None:
         """Time passes: deadlines, orphans, totals."""
@@ -186,7 +242,7 @@ class Pipeline:
                 replica=settings.replica,
                 stream_id=settings.stream_id,
                 model=settings.model,
-                engine=settings.engine,
+                engine=self._adapter.profile.engine,
                 engine_version=self._engine_version,
                 endpoint=settings.endpoint,
                 block_tokens=settings.block_tokens,
@@ -276,11 +332,30 @@ class Pipeline:
             tuple(lane.name for lane in self._lanes),
             {name: link.phase.name.lower() for name, link in self._links.items()},
             self.counters(),
+            self._adapter.profile.engine,
         )
 
     def holdings(self, rank: int, lane: int, confidence: int) -> bytes:
         """Packed canonical hashes that a rank holds in a lane, for checks."""
         return self._ranks[rank].mirror.holdings(lane, confidence)
+
+    @property
+    def _known(self) -> bool:
+        return self._adapter is not registry.UNKNOWN
+
+    def _new_lanes(self) -> Lanes:
+        settings = self.settings
+        lanes = Lanes(
+            self._adapter.profile,
+            block_tokens=settings.block_tokens,
+            engine_block_tokens=settings.engine_block_tokens,
+            host_unit_tokens=settings.host_unit_tokens,
+        )
+        lanes.release(self._engine_version)
+        if settings.hybrid:
+            lanes.set_hybrid()
+        lanes.version = 0  # what schedulers are told first is in the hello
+        return lanes
 
     def _states(self) -> list[RankState]:
         return [source.state() for source in self._ranks.values()]

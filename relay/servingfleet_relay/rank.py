@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from servingfleet_core import Delta as CoreDelta
 from servingfleet_core import Mirror, Rejected
@@ -24,10 +24,11 @@ from servingfleet_protos.v1.stream_pb2 import (
     SnapshotEnd,
 )
 
-from .adapters.events import Batch, Cleared, Doubt, Dropped, Event, Removed, Stored
+from .adapters.events import Adapter, Batch, Cleared, Doubt, Dropped, Event, Removed, Stored
 from .conformance import Doubts, Fingerprint
 from .frames import BadFrames, live_frame, reply_frame
 from .lanes import Lane, Lanes
+from .namespaces import FirstBlocks
 from .sequence import Apply, Ignored, Lost, Restarted, Step
 from .sequence import Sequence as Numbering
 from .settings import PipelineSettings
@@ -35,6 +36,8 @@ from .settings import PipelineSettings
 MAX_REASON_BYTES = 512
 EXPIRY_INTERVAL_S = 1.0
 """The mirror looks through all it knows to find orphans that waited too long."""
+
+SHARED = "twice: requests that are kept apart (an extra_key) share hashes, and either may be meant"
 
 # What the mirror's refusals say about the stream; the others cost their event only.
 _REFUSALS = {"hash_conflict": Doubt.QUARANTINED, "unit_size": Doubt.QUARANTINED}
@@ -48,7 +51,7 @@ class Rank:
         rank: int,
         settings: PipelineSettings,
         lanes: Lanes,
-        decode: Callable[[bytes], Batch],
+        adapter: Adapter,
         totals: Counter[str],
     ) -> None:
         self.rank = rank
@@ -59,20 +62,17 @@ class Rank:
             max_held_bytes=settings.max_held_bytes,
         )
         self.fingerprint = Fingerprint()
-        self.mirror = Mirror(
-            settings.model,
-            settings.block_tokens,
-            max_units=settings.max_units,
-            max_orphans=settings.max_orphans,
-            orphan_ttl_s=settings.orphan_ttl_s,
-        )
         self._settings = settings
+        self._pairs = False
+        self.mirror = self._new_mirror()
         self._lanes = lanes
-        self._decode = decode
+        self._adapter = adapter
         self._totals = totals
-        self._doubts = Doubts()
+        self._doubts = self._new_doubts()
         self._units: dict[int, int] = {}
         self._mirrored: set[int] = set()
+        self._firsts = FirstBlocks()
+        self._away = ""
         self._messages: deque[RelayMessage] = deque()
         self._expired = 0.0
         self._announced = self.state()
@@ -88,8 +88,10 @@ class Rank:
             state, reason = STREAM_STATE_QUARANTINED, why
         elif doubt is Doubt.UNTRUSTED and state != STREAM_STATE_UNPROVEN:
             state, reason = STREAM_STATE_UNPROVEN, why
-        elif doubt is Doubt.INCOMPLETE and state == STREAM_STATE_LIVE:
+        elif doubt in (Doubt.INCOMPLETE, Doubt.AMBIGUOUS) and state == STREAM_STATE_LIVE:
             state, reason = STREAM_STATE_HISTORY_LOST, why
+        if self._away:
+            state, reason = STREAM_STATE_UNPROVEN, self._away
         return RankState(
             rank=self.rank,
             incarnation=self.numbering.incarnation,
@@ -97,6 +99,18 @@ class Rank:
             reason=_cut(reason),
             engine_seq=self.numbering.applied,
         )
+
+    def adopt(self, lanes: Lanes, adapter: Adapter) -> None:
+        """The engine is known now. Nothing was read before."""
+        self._lanes, self._adapter = lanes, adapter
+
+    def mistrust(self, reason: str) -> None:
+        """Nothing that is held counts, whatever the stream says, until this is called with ""."""
+        self._away = reason
+
+    def suspect(self) -> None:
+        """What is held now is an upper bound."""
+        self._tell(self.mirror.suspect(sorted(self._mirrored)))
 
     def take(self) -> list[RelayMessage]:
         """What schedulers are to be told since the last call, in order, a changed state at the end."""
@@ -130,20 +144,21 @@ class Rank:
             match step:
                 case Apply():
                     self._totals["batches"] += 1
-                    self._apply(self._decode(step.payload), now)
+                    self._apply(self._adapter.decode(step.payload), now)
                 case Ignored():
                     self._totals[f"batches_{step.reason}"] += 1
                 case Lost():
                     self._totals["histories_lost"] += 1
-                    self._tell(self.mirror.cleared(sorted(self._mirrored)))
+                    self._empty(self._mirrored)
                 case Restarted():
                     self._totals["engine_restarts"] += 1
                     # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has
                     # already named the new incarnation.
-                    self._tell(self.mirror.cleared(sorted(self._mirrored)))
+                    self._empty(self._mirrored)
                     self.mirror.reset()
+                    self._lanes.forget_keys(self.rank)
                     self.fingerprint = Fingerprint()
-                    self._doubts = Doubts()
+                    self._doubts = self._new_doubts()
                     self._units.clear()
                     # The state carries the new incarnation, which clears the rank at its receivers.
                     self._announce()
@@ -163,24 +178,24 @@ class Rank:
 
     def snapshot(self) -> Generator[RelayMessage, None, None]:
         """Everything held, shallow blocks first, each part read when it is asked for."""
-        number = self.mirror.begin_snapshot()
+        mirror = self.mirror
+        number = mirror.begin_snapshot()
         try:
             yield RelayMessage(
                 snapshot_begin=SnapshotBegin(rank=self.rank, incarnation=self.numbering.incarnation)
             )
-            while parts := self.mirror.next_snapshot(number, self._settings.delta_hashes):
+            while parts := mirror.next_snapshot(number, self._settings.delta_hashes):
                 for delta in parts:
                     yield from self._messages_of(delta)
             yield RelayMessage(snapshot_end=SnapshotEnd(rank=self.rank))
         finally:
-            self.mirror.end_snapshot(number)
+            mirror.end_snapshot(number)
 
     def _apply(self, batch: Batch, now: float) -> None:
         if batch.length:
             self._check_batch(batch)
         # Lanes first: a scheduler must not read one group's blocks before it knows of the others.
         placed = [(event, self._place(event)) for event in batch.events]
-        suspects: set[int] = set()
         for event, lane in placed:
             if isinstance(event, Dropped):
                 self._drop(event)
@@ -194,10 +209,6 @@ class Rank:
                 self._remove(event, lane)
             elif lane is not None:
                 self._store(event, lane, now)
-                if event.doubtful or self._lanes.engine.tiers[lane.tier].append_only:
-                    suspects.add(lane.number)
-        if suspects:
-            self._tell(self.mirror.suspect(sorted(suspects)))
 
     @property
     def _quarantined(self) -> bool:
@@ -230,18 +241,63 @@ class Rank:
         lane = self._lanes.of_store(event, self._units)
         if isinstance(lane, Dropped):
             return lane
+        refusal = self._read_keys(event)
+        if refusal is not None:
+            return refusal
         if event.unit_tokens:
             self._units[lane.number] = lane.unit_tokens
         if lane.number not in self._mirrored:
-            traits = self._lanes.engine.tiers[lane.tier]
-            self.mirror.add_lane(lane.number, multiset=traits.multiset)
+            self._add_lane(lane)
             self._mirrored.add(lane.number)
         return lane
+
+    def _read_keys(self, event: Stored) -> Dropped | None:
+        """Makes the mirror read the key form of a store, the first of this life of the engine."""
+        pairs = event.shape.pairs
+        if pairs is None:
+            return None
+        refusal = self._lanes.of_keys(self.rank, pairs)
+        if refusal is None and pairs != self._pairs:
+            # It is empty: a store in the other form would have quarantined the stream.
+            self._pairs = pairs
+            self.mirror = self._new_mirror()
+            for lane in self._lanes:
+                if lane.number in self._mirrored:
+                    self._add_lane(lane)
+        return refusal
+
+    def _new_doubts(self) -> Doubts:
+        doubts = Doubts()
+        if self._settings.extra_keys:
+            doubts.note("extra_keys", "requests have keys that events don't tell", Doubt.AMBIGUOUS)
+        return doubts
+
+    def _new_mirror(self) -> Mirror:
+        settings = self._settings
+        return Mirror(
+            settings.model,
+            settings.block_tokens,
+            max_units=settings.max_units,
+            max_orphans=settings.max_orphans,
+            orphan_ttl_s=settings.orphan_ttl_s,
+            pairs=self._pairs,
+        )
+
+    def _add_lane(self, lane: Lane) -> None:
+        traits = self._lanes.engine.tiers[lane.tier]
+        self.mirror.add_lane(lane.number, multiset=traits.multiset)
 
     def _store(self, event: Stored, lane: Lane, now: float) -> None:
         self._totals["events_stored"] += 1
         if not event.hashes:
             return  # every block of a window group was masked
+        traits = self._lanes.engine.tiers[lane.tier]
+        starts = traits.root_once and event.parent is None
+        if starts and self._firsts.stored(lane.number, event.hashes[: event.width]):
+            self._doubt("shared_hashes", f"a first block stored {SHARED}", Doubt.AMBIGUOUS)
+        doubtful = (
+            event.doubtful or traits.append_only or self._lanes.hybrid or self._doubts.ambiguous
+        )
         try:
             deltas = self.mirror.stored(
                 lane.number,
@@ -254,6 +310,7 @@ class Rank:
                 adapter=event.adapter,
                 cache_salt=event.cache_salt,
                 opaque=event.opaque,
+                doubtful=doubtful,
             )
         except Rejected as error:
             reason, detail = error.args
@@ -263,15 +320,18 @@ class Rank:
 
     def _remove(self, event: Removed, lane: Lane | None) -> None:
         self._totals["events_removed"] += 1
+        if event.twice:
+            self._doubt("shared_hashes", f"a block removed {SHARED}", Doubt.AMBIGUOUS)
         if lane is None or lane.number not in self._mirrored or not event.hashes:
             return  # stored before the relay joined, if ever
+        self._firsts.removed(lane.number, event.hashes, event.width)
         self._tell(self.mirror.removed(lane.number, event.hashes, event.width))
 
     def _clear(self) -> None:
         self._totals["events_cleared"] += 1
         engine = self._lanes.engine
         cleared = set(self._lanes.numbers(engine.cleared_tiers)) & self._mirrored
-        self._tell(self.mirror.cleared(sorted(cleared)))
+        self._empty(cleared)
         others = self._mirrored - cleared
         if others:
             self._tell(self.mirror.suspect(sorted(others)))
@@ -290,11 +350,15 @@ class Rank:
     def _note(self, reason: str, detail: str, doubt: Doubt) -> None:
         was_quarantined = self._quarantined
         self._doubts.note(reason, detail, doubt)
-        if doubt is Doubt.STALE:
-            self._tell(self.mirror.suspect(sorted(self._mirrored)))
+        if doubt in (Doubt.STALE, Doubt.AMBIGUOUS) and not self._quarantined:
+            self.suspect()
         elif self._quarantined and not was_quarantined:
-            self._tell(self.mirror.cleared(sorted(self._mirrored)))
+            self._empty(self._mirrored)
             self.mirror.reset()
+
+    def _empty(self, lanes: Iterable[int]) -> None:
+        self._firsts.cleared(lanes)
+        self._tell(self.mirror.cleared(sorted(lanes)))
 
     def _announce(self) -> None:
         """A changed state is told in its place among the deltas; that batches were applied is not."""

@@ -22,6 +22,7 @@ class PipelineSettings:
     stream_id: str
     """Random, one life of this process."""
     engine: str = "vllm"
+    """"vllm", "sglang", or "auto": whatever the engine says that it is, and unproven until it has said so."""
     engine_version: str = ""
     endpoint: str = ""
     """host:port where clients reach the engine. Empty: unknown."""
@@ -33,6 +34,11 @@ class PipelineSettings:
     """The engine's own block. 0: learned from its events."""
     host_unit_tokens: int = 0
     """Chunk of the engine's CPU offload, which its placeholder events don't tell. 0: as the GPU's blocks."""
+    hybrid: bool = False
+    """The model has window or recurrent layers: on an engine that does not announce their eviction (SGLang), what is
+    held is an upper bound."""
+    extra_keys: bool = False
+    """Requests carry keys of their own that the events don't tell (SGLang's `extra_key`): an upper bound, too."""
     replay: bool = True
     """The engine has a replay socket."""
     replay_deadline_s: float = 5.0

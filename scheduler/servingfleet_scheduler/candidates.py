@@ -65,10 +65,12 @@ def options(
     found = []
     forms = {replica.pairs for replica in fleet.of_model(prompt.model)}
     for pairs in sorted(forms):
+        # The last token is always computed anew, and with it goes the last key that is a pair.
+        unpaired = pairs and prompt.tokens is not None
         matches = fleet.match(
             prompt.model,
             prompt.hashes(pairs),
-            prompt.prompt_tokens,
+            prompt.prompt_tokens - unpaired,
             pairs=pairs,
             no_reuse=prompt.no_reuse,
         )

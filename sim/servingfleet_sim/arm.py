@@ -99,26 +99,25 @@ async def run_arm(
 ) -> Arm:
     """Raises ProcessFailed, grpc.RpcError."""
     lag = Lag()
-    async with local_fleet(engines, policy, logs) as fleet:
-        async with (
-            grpc.aio.insecure_channel(fleet.scheduler) as channel,
-            httpx.AsyncClient(
-                timeout=REQUEST_S, limits=httpx.Limits(max_connections=None)
-            ) as http,
-        ):
-            stub = FleetStub(channel)
-            clients = Clients(RouterStub(channel), http, MODEL)
-            await _unless(fleet.ready(stub), [fleet.watch()])
-            watchers: list[Coroutine[Any, Any, None]] = [
-                fleet.watch(),
-                lag.watch_loop(),
-                *(lag.watch_engine(http, base) for base in fleet.http.values()),
-            ]
-            if watch is not None:
-                watchers.append(_watched(watch, Running(policy, fleet, stub, clients.progress)))
-            await _unless(clients.play(workload, seconds), watchers)
-            asked = fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True)
-            reuse = await stub.GetReuse(asked, timeout=CALL_S)
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        local_fleet(engines, policy, logs) as fleet,
+        grpc.aio.insecure_channel(fleet.scheduler) as channel,
+        httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as http,
+    ):
+        stub = FleetStub(channel)
+        clients = Clients(RouterStub(channel), http, MODEL)
+        await _unless(fleet.ready(stub), [fleet.watch()])
+        watchers: list[Coroutine[Any, Any, None]] = [
+            fleet.watch(),
+            lag.watch_loop(),
+            *(lag.watch_engine(http, base) for base in fleet.http.values()),
+        ]
+        if watch is not None:
+            watchers.append(_watched(watch, Running(policy, fleet, stub, clients.progress)))
+        await _unless(clients.play(workload, seconds), watchers)
+        asked = fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True)
+        reuse = await stub.GetReuse(asked, timeout=CALL_S)
     # Read when the engines have ended: their accounts are complete.
     accounts = {each.replica: read_account(fleet.truth(each.replica)) for each in engines}
     return Arm(

@@ -49,7 +49,8 @@ class Miss:
     @property
     def tokens(self) -> int:
         """Tokens reused beyond the prediction; negative: fewer."""
-        assert self.request.answer is not None and self.request.cached_tokens is not None
+        assert self.request.answer is not None
+        assert self.request.cached_tokens is not None
         return self.request.cached_tokens - self.request.answer.prediction.predicted
 
 
@@ -121,7 +122,8 @@ def misses(requests: Sequence[Request], accounts: dict[str, Account]) -> Iterato
 
 
 def _cause(request: Request, account: Account, block: int) -> Cause:
-    assert request.answer is not None and request.cached_tokens is not None
+    assert request.answer is not None
+    assert request.cached_tokens is not None
     prediction, rank = request.answer.prediction, request.answer.target.rank
     scheduled = account.scheduled.get(request.name)
     if scheduled is None:
@@ -130,7 +132,9 @@ def _cause(request: Request, account: Account, block: int) -> Cause:
     batches = account.batches[rank]
     place = bisect_left(batches, scheduled)
     told = batches[place] if place < len(batches) else scheduled
-    name = next((name for at, name in enumerate(account.names(request.prompt)) if at == block), None)
+    name = next(
+        (name for at, name in enumerate(account.names(request.prompt)) if at == block), None
+    )
     gone = prediction.predicted > request.cached_tokens
     for at in account.changes(rank, name, gone=gone) if name is not None else ():
         if request.asked <= at <= told:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from servingfleet_relay.adapters import vllm
+from servingfleet_relay.adapters.events import Dropped
+from servingfleet_relay.adapters.registry import ADAPTERS
 from servingfleet_relay.pipeline import Pipeline, RankStatus
 from servingfleet_relay.settings import PipelineSettings
 
@@ -44,14 +45,25 @@ class StreamReport:
 
 
 def check(
-    messages: Iterable[Message], ranks: int, block_tokens: int, host_unit_tokens: int = 0
+    messages: Iterable[Message],
+    ranks: int,
+    block_tokens: int,
+    host_unit_tokens: int = 0,
+    engine: str = "vllm",
 ) -> StreamReport:
-    """Runs the messages through a relay that has no replay socket. Numbers in tokens."""
+    """Runs the messages through a relay that has no replay socket. Numbers in tokens.
+
+    Raises ValueError for an engine without an adapter.
+    """
+    adapter = ADAPTERS.get(engine)
+    if adapter is None:
+        raise ValueError(f"engine {engine!r} is not known; known: {', '.join(ADAPTERS)}")
     settings = PipelineSettings(
         replica="checked",
         model="checked",
         ranks=tuple(range(ranks)),
         stream_id="check",
+        engine=engine,
         block_tokens=block_tokens,
         host_unit_tokens=host_unit_tokens,
         replay=False,
@@ -66,9 +78,9 @@ def check(
             for rank in settings.ranks:
                 pipeline.socket_up(rank, message.time)
         count += 1
-        for event in vllm.decode(message.frames).events:
+        for event in adapter.decode(message.frames[-1] if message.frames else b"").events:
             kinds[type(event).__name__.lower()] += 1
-            if isinstance(event, vllm.Dropped) and len(examples) < MAX_EXAMPLES:
+            if isinstance(event, Dropped) and len(examples) < MAX_EXAMPLES:
                 where = f"rank {message.rank}, sequence {message.seq}"
                 examples.setdefault(event.reason, f"{where}: {event.reason}: {event.detail}")
         pipeline.live(message.rank, message.frames, message.time)

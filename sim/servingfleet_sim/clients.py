@@ -180,9 +180,7 @@ class Clients:
             self.progress.retries += 1
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _route(
-        self, request: Request, turn: Turn, exclude: list[common_pb2.Target]
-    ) -> None:
+    async def _route(self, request: Request, turn: Turn, exclude: list[common_pb2.Target]) -> None:
         asked = routing_pb2.RouteRequest(
             model=self.model,
             prompt=routing_pb2.Prompt(
@@ -239,7 +237,9 @@ class Clients:
         request.output_tokens = usage["completion_tokens"]
         request.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
-    async def _report(self, request: Request, stage: routing_pb2.ReportRequest.Stage.ValueType) -> None:
+    async def _report(
+        self, request: Request, stage: routing_pb2.ReportRequest.Stage.ValueType
+    ) -> None:
         assert request.answer is not None
         report = routing_pb2.ReportRequest(
             decision_id=request.answer.decision_id,

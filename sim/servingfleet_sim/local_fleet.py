@@ -109,10 +109,14 @@ class LocalFleet:
                         for each in answer.replicas
                         for rank in each.ranks
                         # Known load, too: until then a policy can't tell the engines apart.
-                        if each.connected and rank.state not in UNPROVEN and rank.HasField("load_age_s")
+                        if each.connected
+                        and rank.state not in UNPROVEN
+                        and rank.HasField("load_age_s")
                     }
         except TimeoutError:
-            missing = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(wanted - found))
+            missing = ", ".join(
+                f"{replica} rank {rank}" for replica, rank in sorted(wanted - found)
+            )
             raise ProcessFailed(
                 f"no proven stream within {START_PATIENCE_S:.0f} s from {missing}; "
                 f"the relays' logs are in {self.logs}"

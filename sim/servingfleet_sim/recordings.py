@@ -10,8 +10,8 @@ import base64
 import binascii
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,34 @@ class Recording:
     requests: tuple[Request, ...]
     controls: tuple[Control, ...]
     engine: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str = "vllm"
+    """The engine whose events these are."""
+
+
+NEXT_TOKEN = 0
+"""Stands for the token of a prompt that an engine computes whatever it holds; a bare cache is asked without it."""
 
 
 def read(folder: Path) -> Recording:
     """Reads one folder. Raises RecordingError."""
     messages, ranks = read_events(folder)
-    requests, controls = _requests(folder / "requests.jsonl")
     engine = folder / "engine.json"
     facts = json.loads(engine.read_text()) if engine.is_file() else {}
-    return Recording(folder.name, ranks, messages, requests, controls, facts)
+    path = folder / "requests.jsonl"
+    rows = list(_rows(path)) if path.is_file() else []
+    if any("op" in row for _, row in rows):
+        # Only SGLang's cache was ever recorded by itself.
+        requests, controls = _operations(path, rows, messages)
+        adapter = "sglang"
+    else:
+        requests, controls = _requests(path, rows)
+        adapter = "sglang" if "sglang" in facts else "vllm"
+    return Recording(folder.name, ranks, messages, requests, controls, facts, adapter)
+
+
+def adapter_of(folder: Path) -> str | None:
+    """The engine whose events a folder holds, where it says so. Raises RecordingError."""
+    return read(folder).adapter if (folder / "requests.jsonl").is_file() else None
 
 
 def read_events(folder: Path) -> tuple[tuple[Message, ...], int]:
@@ -123,18 +142,11 @@ def read_messages(path: Path, rank: int = 0) -> tuple[Message, ...]:
     )
 
 
-def _requests(path: Path) -> tuple[tuple[Request, ...], tuple[Control, ...]]:
+def _requests(
+    path: Path, rows: Sequence[tuple[int, dict[str, Any]]]
+) -> tuple[tuple[Request, ...], tuple[Control, ...]]:
     requests: list[Request] = []
     controls: list[Control] = []
-    if not path.is_file():
-        return (), ()
-    rows = list(_rows(path))
-    for line, row in rows:
-        if "op" in row:
-            raise RecordingError(
-                f"{path}:{line}: operations on a bare cache, not requests to an engine; expected "
-                "lines that hold t, request, prompt_tokens and cached_tokens"
-            )
     starts = sorted(_number(row, "t", path, line) for line, row in rows)
     for _, row in rows:
         time = float(row["t"])
@@ -145,6 +157,79 @@ def _requests(path: Path) -> tuple[tuple[Request, ...], tuple[Control, ...]]:
             following = next((start for start in starts if start > time), time + 1.0)
             requests.append(_request(len(requests), row, float(row.get("t_done", following))))
     return tuple(requests), tuple(controls)
+
+
+def _operations(
+    path: Path, rows: Sequence[tuple[int, dict[str, Any]]], messages: Sequence[Message]
+) -> tuple[tuple[Request, ...], tuple[Control, ...]]:
+    """Operations on a bare cache: what a request matched there is what an engine would have reported.
+
+    They have an order and no times: each that published (`n_events`) did so in the next message, the rest lie between.
+    """
+    publish = [int(row.get("n_events") or 0) > 0 for _, row in rows]
+    before = len(messages) - sum(publish)
+    if before < 0:
+        raise RecordingError(
+            f"{path}: {sum(publish)} operations published, and there are {len(messages)} messages"
+        )
+    # What was published before the first operation.
+    start = messages[before - 1].time if before else messages[0].time - 1.0 if messages else 0.0
+    told = iter(messages[before:])
+    requests: list[Request] = []
+    controls: list[Control] = []
+    group: list[tuple[int, dict[str, Any]]] = []
+    for (line, row), published in zip(rows, publish, strict=True):
+        group.append((line, row))
+        if published:
+            end = next(told).time
+            _lay(path, group, start, end, requests, controls)
+            group, start = [], end
+    _lay(path, group, start, start + 1.0, requests, controls)
+    return tuple(requests), tuple(controls)
+
+
+def _lay(
+    path: Path,
+    group: Sequence[tuple[int, dict[str, Any]]],
+    start: float,
+    end: float,
+    requests: list[Request],
+    controls: list[Control],
+) -> None:
+    """Spreads operations over a span of time; the last ends with it."""
+    step = (end - start) / (2 * max(1, len(group)))
+    for at, (line, row) in enumerate(group):
+        begun = start + (2 * at + 1) * step
+        match row["op"]:
+            case "request":
+                request = _matched(path, line, row, len(requests))
+                requests.append(replace(request, start=begun, end=begun + step))
+            case "reset":
+                controls.append(Control(begun, "reset", True))
+            case "none" | "evict":
+                pass  # nothing happens, or the events tell
+            case other:
+                raise RecordingError(
+                    f"{path}:{line}: op is {other!r}, expected none, request, evict or reset"
+                )
+
+
+def _matched(path: Path, line: int, row: Mapping[str, Any], number: int) -> Request:
+    tokens, matched = row.get("tokens"), row.get("matched")
+    if not isinstance(tokens, list) or not isinstance(matched, int):
+        raise RecordingError(f"{path}:{line}: expected a list of tokens and what of it matched")
+    return Request(
+        number=number,
+        label=str(row.get("label", "")),
+        start=0.0,
+        end=0.0,
+        prompts=((*tokens, NEXT_TOKEN),),
+        prompt_tokens=len(tokens) + 1,
+        cached_tokens=matched,
+        # An extra_key keeps prompts apart as an adapter does, and a router is told of both alike.
+        adapter=row.get("extra_key") or "",
+        cache_salt=row.get("cache_salt") or "",
+    )
 
 
 def _request(number: int, row: Mapping[str, Any], end: float) -> Request:

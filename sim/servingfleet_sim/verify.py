@@ -15,7 +15,8 @@ from enum import StrEnum
 from operator import itemgetter
 
 from servingfleet_protos.v1 import routing_pb2
-from servingfleet_relay.adapters import vllm
+from servingfleet_relay.adapters.events import Cleared, Event, Stored
+from servingfleet_relay.adapters.registry import ADAPTERS
 from servingfleet_relay.pipeline import Pipeline
 from servingfleet_relay.settings import PipelineSettings
 from servingfleet_scheduler.service import Scheduler
@@ -34,6 +35,7 @@ class Cause(StrEnum):
     IN_FLIGHT = "in flight at the same moment"
     RESET_UNANNOUNCED = "a cache reset that the idle engine had not announced"
     SHARED_USAGE = "several prompts in one usage"
+    PART_OF_BLOCK = "a part of a canonical block, of which only whole ones are known"
 
 
 @dataclass(frozen=True)
@@ -109,25 +111,35 @@ def timeline(recording: Recording) -> Iterator[tuple[float, Step]]:
         yield time, step
 
 
-def verify(recording: Recording) -> Verification:
-    """Plays one recording. Raises ValueError if it holds no requests."""
+def verify(recording: Recording, block_tokens: int = 16) -> Verification:
+    """Plays one recording, in canonical blocks of so many tokens. Raises ValueError if it holds no requests."""
     if not recording.requests:
         raise ValueError(f"{recording.name}: no requests to hold the predictions to")
-    play = _Play(recording)
+    play = _Play(recording, block_tokens)
     for time, step in timeline(recording):
         play.step(time, step)
     return Verification(recording, tuple(play.verdicts), play.relay.counters())
 
 
 def judge(
-    recording: Recording, request: Request, rank: int, prediction: routing_pb2.Prediction
+    recording: Recording,
+    request: Request,
+    rank: int,
+    prediction: routing_pb2.Prediction,
+    block_tokens: int = 16,
 ) -> Verdict:
     """Holds a prediction to the report; a miss gets its cause, where the recording shows one."""
     seen = (prediction.predicted, prediction.lower, prediction.upper)
     verdict = Verdict(request, rank, *seen, cause=None)
     if verdict.hit:
         return verdict
-    return Verdict(request, rank, *seen, cause=_cause(recording, request, rank))
+    cause = _cause(recording, request, rank)
+    if cause is None and verdict.in_bounds:
+        part = request.cached_tokens % block_tokens
+        unit = recording.engine.get("page_size", block_tokens)
+        if unit < block_tokens and prediction.predicted == request.cached_tokens - part:
+            cause = Cause.PART_OF_BLOCK
+    return Verdict(request, rank, *seen, cause=cause)
 
 
 def _cause(recording: Recording, request: Request, rank: int) -> Cause | None:
@@ -137,7 +149,7 @@ def _cause(recording: Recording, request: Request, rank: int) -> Cause | None:
     announced = [
         message.time
         for message in recording.messages
-        if message.rank == rank and message.time <= request.start and _clears(message)
+        if message.rank == rank and message.time <= request.start and _clears(recording, message)
     ]
     if resets and max(announced, default=0.0) < max(resets):
         return Cause.RESET_UNANNOUNCED
@@ -158,8 +170,8 @@ def rank_of(recording: Recording, request: Request) -> int:
     for message in recording.messages:
         if message.time <= request.start:
             continue
-        for event in vllm.decode(message.frames).events:
-            if not isinstance(event, vllm.Stored) or event.parent is not None:
+        for event in _events(recording, message):
+            if not isinstance(event, Stored) or event.parent is not None:
                 continue
             if event.tokens and prompt.startswith(event.tokens):
                 return message.rank
@@ -197,15 +209,25 @@ def outcome(request: Request, decision_id: str) -> routing_pb2.ReportRequest:
 class _Play:
     """The two processes, wired to one another without a network."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, block_tokens: int) -> None:
         self.recording = recording
+        self.block_tokens = block_tokens
         start, _ = next(timeline(recording))
         ranks = tuple(range(recording.ranks))
         self.relay = Pipeline(
-            PipelineSettings(replica=REPLICA, model=MODEL, ranks=ranks, stream_id=LINK), start
+            PipelineSettings(
+                replica=REPLICA,
+                model=MODEL,
+                ranks=ranks,
+                stream_id=LINK,
+                engine=recording.adapter,
+                engine_version=str(recording.engine.get(recording.adapter, "")),
+                block_tokens=block_tokens,
+            ),
+            start,
         )
         self.scheduler = Scheduler(
-            SchedulerSettings(),
+            SchedulerSettings(block_tokens=block_tokens),
             instance_id=LINK,
             now=start,
             rng=random.Random(0),
@@ -264,7 +286,8 @@ class _Play:
         ]
         self.decisions[request.number] = [answer.decision_id for answer in answers]
         # An engine that answers several prompts at once reports the reuse of the last.
-        self.verdicts.append(judge(self.recording, request, rank, answers[-1].prediction))
+        prediction = answers[-1].prediction
+        self.verdicts.append(judge(self.recording, request, rank, prediction, self.block_tokens))
 
     def _settle(self, now: float) -> None:
         """Carries messages both ways until neither side has more to say."""
@@ -293,6 +316,9 @@ class _Play:
         self.relay.replayed(rank, [b"", b"", b"\xff" * 8, b""], now)
 
 
-def _clears(message: Message) -> bool:
-    events = vllm.decode(message.frames).events
-    return any(isinstance(event, vllm.Cleared) for event in events)
+def _clears(recording: Recording, message: Message) -> bool:
+    return any(isinstance(event, Cleared) for event in _events(recording, message))
+
+
+def _events(recording: Recording, message: Message) -> Sequence[Event]:
+    return ADAPTERS[recording.adapter].decode(message.frames[-1]).events

@@ -19,6 +19,10 @@ RECORDINGS = {
     "h-ngram-spec": set(),
     "j-restart": set(),
     "m-bytes-hash-sha256cbor": {Cause.RESET_UNANNOUNCED},
+    "s1-sglang-page16": set(),
+    "s2-sglang-page1": {Cause.PART_OF_BLOCK},
+    "s3-sglang-eagle-bigram-page16": set(),
+    "sx-eagle": set(),
     "z-inproc-base": set(),
 }
 """Folder, and the causes that a miss in it may have."""
@@ -54,3 +58,8 @@ def test_the_relay_drops_nothing_of_a_healthy_stream(name: str) -> None:
     result = verify(read(recordings_dir() / name))
     dropped = {key: n for key, n in result.counters.items() if key.startswith("drop_") and n}
     assert dropped == {}
+
+
+def test_pages_of_one_token_are_predicted_to_the_token_in_blocks_of_one() -> None:
+    result = verify(read(recordings_dir() / "s2-sglang-page1"), block_tokens=1)
+    assert (result.exact, len(result.verdicts)) == (11, 11)

@@ -12,12 +12,14 @@ import random
 import signal
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import httpx
 
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
@@ -36,6 +38,7 @@ UNPROVEN = common_pb2.STREAM_STATE_UNPROVEN
 Prompt = tuple[int, ...]
 Replicas = dict[str, fleet_pb2.Replica]
 Report = routing_pb2.ReportRequest
+Answer = TypeVar("Answer")
 
 
 class Prompts:
@@ -232,17 +235,17 @@ class Rig:
         self,
         scheduler: Scheduler,
         prompt: Prompt,
-        *,
+        *others: Scheduler,
         to: tuple[str, int] | None = None,
-        report_to: Scheduler | None = None,
         tokens: int = 20,
     ) -> Sent:
-        """Routes, sends, reports; where the engine does not answer, tries elsewhere."""
+        """Routes, sends, reports; where an engine or a scheduler does not answer, turns to another."""
+        alive = (scheduler, *others)
         wanted = request(prompt)
         if to is not None:
             wanted.only.add(replica=to[0], rank=to[1])
         while True:
-            answer = await self.route(scheduler, wanted)
+            answer = await first_of(alive, lambda each: self.route(each, wanted))
             engine = self.engines[answer.target.replica]
             request_id = f"r-{next(self._numbers)}"
             try:
@@ -250,20 +253,31 @@ class Rig:
                     prompt, request_id=request_id, headers=dict(answer.headers), tokens=tokens
                 )
             except Gone:
-                await self.report_failed(report_to or scheduler, request_id, answer)
+                await first_of(alive, partial(self._report_failed, request_id, answer))
                 wanted.exclude.add(replica=answer.target.replica)
                 continue
             assert prompt_tokens == len(prompt)
-            sent = Sent(
-                request_id,
-                answer.target.replica,
-                answer.target.rank,
-                answer.prediction,
-                cached,
-                answer,
-            )
-            await self.report(report_to or scheduler, sent)
+            target = answer.target
+            sent = Sent(request_id, target.replica, target.rank, answer.prediction, cached, answer)
+            await first_of(alive, partial(self._report, sent))
             return sent
+
+    @asynccontextmanager
+    async def busy(self, *schedulers: Scheduler, clients: int = 3) -> AsyncIterator[None]:
+        """Clients that go on sending for the length of the block, at the same time."""
+        over = asyncio.Event()
+
+        async def client(number: int) -> None:
+            first = number % len(schedulers)
+            asked = (*schedulers[first:], *schedulers[:first])
+            while not over.is_set():
+                await self.send(asked[0], self.prompts.next(), *asked[1:])
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(client(number)) for number in range(clients)]
+            yield
+            over.set()
+        assert all(each.exception() is None for each in running)
 
     async def route(
         self, scheduler: Scheduler, wanted: routing_pb2.RouteRequest
@@ -307,6 +321,14 @@ class Rig:
         )
         self._book(scheduler).set_aside["aborted"] += 1
 
+    async def _report(self, sent: Sent, scheduler: Scheduler) -> None:
+        await self.report(scheduler, sent)
+
+    async def _report_failed(
+        self, request_id: str, answer: routing_pb2.RouteResponse, scheduler: Scheduler
+    ) -> None:
+        await self.report_failed(scheduler, request_id, answer)
+
     # Checks
 
     async def settled(
@@ -339,7 +361,11 @@ class Rig:
         return {each.replica: each for each in seen[0].replicas}
 
     async def no_wrong_credit(
-        self, scheduler: Scheduler, *engines: Engine, exact: bool = True
+        self,
+        scheduler: Scheduler,
+        *engines: Engine,
+        exact: bool = True,
+        also: Sequence[Prompt] = (),
     ) -> int:
         """Holds what Explain predicts of the probes, on every rank, to what the engine holds by its own account.
 
@@ -347,7 +373,7 @@ class Rig:
         """
         watched = {each.name: each for each in engines or self.engines.values()}
         promised = 0
-        for prompt in self.prompts.probes():
+        for prompt in (*self.prompts.probes(), *also):
             answer = await scheduler.router.Explain(request(prompt), timeout=PATIENCE_S)
             asked = {(each.target.replica, each.target.rank): each for each in answer.candidates}
             for engine in watched.values():
@@ -449,10 +475,23 @@ async def reached(
     """Waits for a condition of other processes."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await holds():
+            while not await holds():  # noqa: ASYNC110 - another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}; last {found()}") from None
+
+
+async def first_of(
+    schedulers: Sequence[Scheduler], ask: Callable[[Scheduler], Awaitable[Answer]]
+) -> Answer:
+    """What the first scheduler says that answers. Raises what the last one raised where none does."""
+    for scheduler in schedulers[:-1]:
+        try:
+            return await ask(scheduler)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+    return await ask(schedulers[-1])
 
 
 async def killed(process: Process | None) -> None:
@@ -466,10 +505,9 @@ async def killed(process: Process | None) -> None:
 async def stopped(process: Process | None) -> AsyncIterator[None]:
     """A process that does nothing for the length of the block, and then goes on."""
     assert process is not None
-    pid = process.child.pid
 
     async def halted() -> bool:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return _state(process) == "T"
 
     process.child.send_signal(signal.SIGSTOP)
     try:
@@ -478,6 +516,11 @@ async def stopped(process: Process | None) -> AsyncIterator[None]:
     finally:
         if process.child.returncode is None:
             process.child.send_signal(signal.SIGCONT)
+
+
+def _state(process: Process) -> str:
+    """The kernel's letter for what the process does."""
+    return Path(f"/proc/{process.child.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _shown(replica: fleet_pb2.Replica) -> dict[str, Any]:

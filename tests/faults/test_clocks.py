@@ -43,7 +43,7 @@ def wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [faketime, "-f", "+0", "printenv", "LD_PRELOAD"], capture_output=True, text=True, check=True
     )
     offset = tmp_path / "offset"
-    offset.write_text("+0\n")
+    shift(offset, 0.0)
     monkeypatch.setenv("LD_PRELOAD", shown.stdout.strip())
     monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(offset))
     monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
@@ -60,7 +60,7 @@ async def test_a_wall_clock_that_jumps_under_every_process_changes_nothing(
     await rig.traffic(10, scheduler)
     for offset in (HOUR_S, -HOUR_S):
         before = engine.account.refresh().last
-        wall_clock.write_text(f"{offset:+.0f}\n")
+        shift(wall_clock, offset)
         with stopwatch.measure(f"wall clock {offset:+.0f} s off: live and exact"):
             await rig.traffic(1, scheduler)
             await rig.settled(scheduler)
@@ -72,6 +72,10 @@ async def test_a_wall_clock_that_jumps_under_every_process_changes_nothing(
     assert rank.incarnation == 1
     await rig.ledger_is_the_recount(scheduler)
     rig.every_answer_is_reported_once()
+
+
+def shift(wall_clock: Path, seconds: float) -> None:
+    wall_clock.write_text(f"{seconds:+.0f}\n")
 
 
 class Played:

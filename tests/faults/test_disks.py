@@ -63,7 +63,7 @@ async def test_an_engine_whose_account_can_not_be_written_goes_on_serving(rig: R
             timeout=PATIENCE_S,
         )
         await scheduler.until(
-            lambda seen: seen["engine"].ranks[0].engine_seq == 0, "the first batch"
+            lambda seen: seen["engine"].ranks[0].HasField("engine_seq"), "the first batch"
         )
     whole = (len(prompt) - 1) // 16 * 16
     assert reports == [(0, 0), (whole, whole)]
@@ -85,6 +85,7 @@ async def answers(scheduler: Scheduler) -> bool:
     try:
         await scheduler.replicas()
     except grpc.aio.AioRpcError as error:
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
         return False
     return True

@@ -6,6 +6,7 @@ import asyncio
 
 from tests.faults.conftest import Stopwatch
 from tests.faults.rig import (
+    LIVE,
     MODEL,
     UNPROVEN,
     Engine,
@@ -23,7 +24,7 @@ async def test_an_engine_killed_and_restarted_in_place_keeps_no_credit_of_its_fi
     rig: Rig, stopwatch: Stopwatch
 ) -> None:
     scheduler = await rig.fleet.scheduler()
-    first, other = [await rig.engine(name, scheduler, ranks=2) for name in ("first", "other")]
+    first, _ = [await rig.engine(name, scheduler, ranks=2) for name in ("first", "other")]
     await rig.settled(scheduler)
     await rig.traffic(30, scheduler)
     await rig.recovered(scheduler)
@@ -38,10 +39,13 @@ async def test_an_engine_killed_and_restarted_in_place_keeps_no_credit_of_its_fi
         )
     await asked
     await nothing_is_promised(rig, scheduler, first)
-    await rig.traffic(6, scheduler)
 
-    with stopwatch.measure("engine restarted in place: live in its new life"):
+    async with rig.busy(scheduler):
         await first.start()
+        await scheduler.until(
+            lambda seen: {rank.state for rank in seen["first"].ranks} == {LIVE}, "the new life"
+        )
+    with stopwatch.measure("engine restarted in place, clients all the while: quiet and exact"):
         await rig.settled(scheduler)
     seen = await scheduler.replicas()
     assert [rank.incarnation for rank in seen["first"].ranks] == [2, 2]
@@ -106,11 +110,13 @@ async def held_request(rig: Rig, scheduler: Scheduler, engine: Engine) -> None:
     """A request that its engine has begun and will not end."""
     for rank in range(engine.ranks):
         await engine.faults(rank=rank, stall_s=PATIENCE_S)
-    wanted = request(rig.prompts.next())
+    prompt = rig.prompts.next()
+    wanted = request(prompt)
     wanted.only.add(replica=engine.name)
     answer = await rig.route(scheduler, wanted)
+    headers = dict(answer.headers)
     try:
-        await engine.complete((1, 2, 3), request_id="held", headers={}, tokens=1)
+        await engine.complete(prompt, request_id="held", headers=headers, tokens=1)
     except Gone:
         await rig.report_failed(scheduler, "held", answer)
     else:

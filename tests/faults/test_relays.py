@@ -30,8 +30,10 @@ async def test_a_relay_killed_and_restarted_learns_what_it_missed(
     await rig.traffic(5, scheduler)
     await nothing_is_promised(rig, scheduler, first)
 
-    with stopwatch.measure("relay restarted: live and warm"):
-        await first.start_relay()
+    with stopwatch.measure("relay restarted, clients all the while: live, warm, quiet"):
+        async with rig.busy(scheduler):
+            await first.start_relay()
+            await scheduler.until(lambda seen: seen["first"].connected, "the relay")
         await rig.settled(scheduler, first)
     await rig.recovered(scheduler, first, other)
     await rig.ledger_is_the_recount(scheduler)

@@ -10,6 +10,7 @@ import pytest
 
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2
 from tests.faults.conftest import Stopwatch
+from tests.faults.network import cable_to
 from tests.faults.rig import MODEL, Rig, killed, request, stopped
 from tests.faults.test_relays import answered
 from tests.integration.fleet import PATIENCE_S, Scheduler
@@ -86,9 +87,12 @@ async def test_requests_go_on_when_one_of_two_schedulers_dies(
 
     open_decision = await answered(rig, dies, "a")
     await credit_is_known(lives, "a")
-    with stopwatch.measure("one of two schedulers killed: next request answered by the other"):
-        await killed(dies.process)
-        await rig.send(lives, rig.prompts.next())
+    async with rig.busy(dies, lives, clients=4):
+        await rig.traffic(5, dies, lives)
+        with stopwatch.measure("one of two schedulers killed: next request answered by the other"):
+            await killed(dies.process)
+            await rig.send(dies, rig.prompts.next(), lives)
+        await rig.traffic(5, lives)
     answer = await rig.report(lives, open_decision)
     assert answer.disposition == routing_pb2.ReportResponse.DISPOSITION_ORPHAN_JOIN
     await rig.traffic(15, lives)
@@ -119,8 +123,8 @@ async def test_a_scheduler_that_stands_still_for_ten_seconds_catches_up(
         waiting = asyncio.create_task(rig.send(stalls, rig.prompts.next()))
         while clock() < end:
             await rig.traffic(1, other)
-            # The sends of a client, not a wait: they make the stall a busy one.
-            await asyncio.sleep(0.02)
+            # A client's pause between two requests, nothing that is waited for.
+            await asyncio.sleep(0.05)
         assert not waiting.done()
     with stopwatch.measure("scheduler goes on after a stall of 10 s: exact"):
         await waiting
@@ -135,6 +139,48 @@ async def test_a_scheduler_that_stands_still_for_ten_seconds_catches_up(
         await rig.recovered(scheduler)
         await rig.ledger_is_the_recount(scheduler)
     rig.every_answer_is_reported_once()
+
+
+async def test_a_connection_cut_again_and_again_loses_nothing(
+    rig: Rig, stopwatch: Stopwatch
+) -> None:
+    scheduler = await rig.fleet.scheduler()
+    async with cable_to(scheduler.target) as cable:
+        engine = await rig.engine("a", cable.address, ranks=2)
+        await rig.settled(scheduler)
+        async with rig.busy(scheduler):
+            for _ in range(5):
+                await scheduler.until(lambda seen: seen["a"].connected, "the relay")
+                await rig.traffic(2, scheduler)
+                assert cable.cut() == 1
+                await scheduler.until(lambda seen: not seen["a"].connected, "the cut")
+        with stopwatch.measure("connection of relay and scheduler cut: resumed, exact"):
+            await rig.settled(scheduler)
+        assert engine.account.lives == 1
+        await rig.recovered(scheduler)
+        await rig.ledger_is_the_recount(scheduler)
+        rig.every_answer_is_reported_once()
+
+
+async def test_an_outcome_told_to_another_scheduler_ends_the_credit_where_it_was_opened(
+    rig: Rig, key: tuple[str, str]
+) -> None:
+    # As a client does whose own scheduler stalls when it wants to report.
+    asked, told = [await rig.fleet.scheduler(*key) for _ in range(2)]
+    await rig.engine("a", asked, told)
+    for scheduler in (asked, told):
+        await rig.settled(scheduler)
+    await rig.traffic(5, asked, told)
+    finished = await answered(rig, asked, "a")
+    never_sent = rig.prompts.next()
+    failed = await rig.route(asked, request(never_sent))
+    await credit_is_known(told, "a")
+    await rig.report(told, finished)
+    await rig.report_failed(told, "never sent", failed)
+    for scheduler in (asked, told):
+        await rig.settled(scheduler)
+        await rig.no_wrong_credit(scheduler, also=[never_sent])
+        await rig.ledger_is_the_recount(scheduler)
 
 
 async def credit_is_known(scheduler: Scheduler, replica: str) -> None:

@@ -5,6 +5,7 @@ Pure data. Hashes are packed engine hashes, tokens packed little-endian 32-bit i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -17,9 +18,12 @@ class Doubt(IntEnum):
     """A store was lost: what is known still counts, `upper` opens until the next clear."""
     STALE = 2
     """A removal may have been lost: what is held now becomes an upper bound, and `upper` opens."""
-    UNTRUSTED = 3
+    AMBIGUOUS = 3
+    """Blocks of several namespaces share hashes: all is an upper bound, and `upper` is open, in this life of the
+    engine."""
+    UNTRUSTED = 4
     """Read with doubt: nothing counts in `lower` and `predicted` in this life of the engine."""
-    QUARANTINED = 4
+    QUARANTINED = 5
     """The stream does not mean what we think: nothing is indexed in this life of the engine."""
 
 
@@ -50,6 +54,8 @@ class Shape:
     """Blocks of different adapters are told apart."""
     tells_salts: bool = True
     """Blocks of different cache salts are told apart."""
+    pairs: bool | None = None
+    """Keys are pairs of tokens, not tokens. None: the event shows no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class Stored:
     parent: bytes | None
     """Engine hash of the block before the first. None: the first is the prompt's first."""
     tokens: bytes
+    """One more than the blocks hold where keys are pairs."""
     unit_tokens: int
     adapter: str = ""
     cache_salt: str = ""
@@ -87,6 +94,8 @@ class Removed:
     group: Group
     hashes: bytes
     width: int
+    twice: bool = False
+    """The engine named a block twice, where it keeps one copy of each: its hash stands for two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +142,8 @@ class TierTraits:
     upper_in_predicted: bool
     append_only: bool = False
     """Removals are never announced: what is stored there is an upper bound."""
+    root_once: bool = False
+    """What is held is not announced again: a prompt's first block that comes twice is of two namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +157,16 @@ class EngineProfile:
     attention_kinds: frozenset[str | None] = frozenset()
     window_kinds: frozenset[str] = frozenset()
     recurrent_kinds: frozenset[str] = frozenset()
+    fixed_unit: bool = False
+    """One block size for all: another means another engine or release."""
+    adapters_since: tuple[int, ...] = ()
+    """First release whose hashes tell adapters apart. (): all that say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """All that is particular to one engine's event stream."""
+
+    profile: EngineProfile
+    decode: Callable[[bytes], Batch]
+    """Reads the payload of one message; never raises."""

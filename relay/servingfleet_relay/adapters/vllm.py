@@ -6,15 +6,15 @@ Pure: bytes in, events out. Gaps in the numbering are `sequence`'s business, wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from servingfleet_protos.v1.common_pb2 import TIER_DISK, TIER_GPU, TIER_HOST
 
-from ..frames import BadFrames, live_frame
-from . import wire
+from . import schema, wire
 from .events import (
+    Adapter,
     Batch,
     Cleared,
     Doubt,
@@ -27,9 +27,20 @@ from .events import (
     Stored,
     TierTraits,
 )
+from .schema import Schema
 from .wire import BadValue
 
-__all__ = ["PROFILE", "Batch", "Cleared", "Dropped", "Event", "Removed", "Stored", "decode"]
+__all__ = [
+    "ADAPTER",
+    "PROFILE",
+    "Batch",
+    "Cleared",
+    "Dropped",
+    "Event",
+    "Removed",
+    "Stored",
+    "decode",
+]
 
 PROFILE = EngineProfile(
     engine="vllm",
@@ -74,81 +85,14 @@ _STORED = (
 _REMOVED = ("block_hashes", "medium", "group_idx")
 
 
-@dataclass(frozen=True, slots=True)
-class _Schema:
-    fields: tuple[str, ...]
-    """In the order of the array form."""
-    lengths: frozenset[int]
-    """Array lengths that a release has sent, tag included."""
-    required: frozenset[str]
-    """Keys that every map has."""
-    map_only: frozenset[str]
-    doubt: Doubt
-    """What it does to lose such an event."""
-    build: Callable[[Mapping[str, Any], Shape], Sequence[Event]]
-
-
 def decode(frames: Sequence[bytes]) -> Batch:
     """One live message, frames as received. Never raises: trouble is among the batch's events."""
-    try:
-        return decode_payload(live_frame(frames).payload)
-    except BadFrames as error:
-        return Batch((Dropped(error.reason, str(error), Doubt.NONE),))
+    return schema.decode(frames, _SCHEMAS)
 
 
 def decode_payload(payload: bytes) -> Batch:
     """One batch. Never raises: trouble is among the batch's events."""
-    try:
-        batch = wire.read_batch(payload)
-    except BadValue as error:
-        # It may have held removals.
-        return Batch((Dropped(error.reason, str(error), Doubt.STALE),))
-    events = [event for raw in batch[1] for event in _events(raw)]
-    rank = batch[2] if len(batch) == 3 else None
-    return Batch(tuple(events), float(batch[0]), rank, len(batch))
-
-
-def _events(raw: object) -> Sequence[Event]:
-    tag, form = _tag(raw)
-    schema = _SCHEMAS.get(tag) if tag is not None else None
-    if schema is None:
-        named = f"event {tag!r}"[:80] if tag is not None else f"an event that is a {form}"
-        return [Dropped("unknown_event", f"{named}; known: {', '.join(_SCHEMAS)}", Doubt.STALE)]
-    assert tag is not None
-    try:
-        fields, unknown = _fields(raw, tag, schema)
-        shape = Shape(tag, form, unknown_fields=unknown)
-        return schema.build(fields, shape)
-    except BadValue as error:
-        return [Dropped(error.reason, f"{tag}: {error}", schema.doubt)]
-
-
-def _tag(raw: object) -> tuple[str | None, str]:
-    """The event's tag, None if it has none, and the form that it was written in."""
-    if type(raw) is dict:
-        tag, form = raw.get("type"), "map"
-    elif type(raw) is list and raw:
-        tag, form = raw[0], f"array {len(raw)}"
-    else:
-        tag, form = None, type(raw).__name__
-    return (tag if type(tag) is str else None), form
-
-
-def _fields(raw: Any, tag: str, schema: _Schema) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The event's fields by name, and the names that no known release sends."""
-    if type(raw) is list:
-        if len(raw) not in schema.lengths:
-            known = ", ".join(str(length) for length in sorted(schema.lengths))
-            raise BadValue("event_length", f"array of {len(raw)}; known lengths: {known}")
-        return dict(zip(schema.fields, raw[1:], strict=False)), ()
-    missing = schema.required - raw.keys()
-    if missing:
-        raise BadValue("field_missing", f"no {', '.join(sorted(missing))}")
-    known_keys = {"type", *schema.fields} | schema.map_only
-    unknown = sorted(
-        f"{key!a:.40}" for key, value in raw.items() if key not in known_keys and value is not None
-    )
-    return raw, tuple(unknown[:8])
+    return schema.decode_payload(payload, _SCHEMAS)
 
 
 def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
@@ -263,8 +207,9 @@ def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     try:
         tier = _tier(fields, shape)
     except BadValue as error:
-        # Nothing is known to be held there.
-        return [Dropped(error.reason, f"{shape.tag}: {error}", Doubt.NONE)]
+        # Nothing is known to be held in an unknown medium; without one it may have been any.
+        doubt = Doubt.STALE if error.reason == "medium_missing" else Doubt.NONE
+        return [Dropped(error.reason, f"{shape.tag}: {error}", doubt)]
     return [Removed(shape, tier, _group(fields), hashes, width)]
 
 
@@ -298,8 +243,8 @@ def _group(fields: Mapping[str, Any]) -> Group:
     return Group(index, kind, window or 0)
 
 
-_SCHEMAS: Mapping[str, _Schema] = {
-    "BlockStored": _Schema(
+_SCHEMAS: Mapping[str, Schema] = {
+    "BlockStored": Schema(
         fields=_STORED,
         lengths=frozenset({6, 7, 8, 9, 10, 12}),
         required=frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size"}),
@@ -307,7 +252,7 @@ _SCHEMAS: Mapping[str, _Schema] = {
         doubt=Doubt.INCOMPLETE,
         build=_stored,
     ),
-    "BlockRemoved": _Schema(
+    "BlockRemoved": Schema(
         fields=_REMOVED,
         lengths=frozenset({2, 3, 4}),
         required=frozenset({"block_hashes"}),
@@ -315,7 +260,7 @@ _SCHEMAS: Mapping[str, _Schema] = {
         doubt=Doubt.STALE,
         build=_removed,
     ),
-    "AllBlocksCleared": _Schema(
+    "AllBlocksCleared": Schema(
         fields=(),
         lengths=frozenset({1}),
         required=frozenset(),
@@ -324,3 +269,5 @@ _SCHEMAS: Mapping[str, _Schema] = {
         build=_cleared,
     ),
 }
+
+ADAPTER = Adapter(PROFILE, decode_payload)

@@ -16,8 +16,8 @@ from servingfleet_scheduler.replicas import HISTORY_LOST, LIVE, Rank, Replica
 
 from .engines import EngineRank
 from .history import MODEL, Block, Tokens, canonical, reusable
-from .links import SimulatedScheduler
 from .relays import SimulatedRelay
+from .schedulers import SimulatedScheduler
 from .violations import Violation
 
 CANONICAL_TOKENS = 4
@@ -161,11 +161,14 @@ def check_execution(routed: Routed, reused: int) -> None:
 
 
 def check_rest(
-    schedulers: list[SimulatedScheduler], relays: list[SimulatedRelay]
+    schedulers: list[SimulatedScheduler], relays: list[SimulatedRelay], whole: set[int]
 ) -> dict[str, int]:
-    """What must hold once everything was told. Returns how many ranks are in which state. Raises Violation."""
+    """What must hold once everything was told. Returns how many ranks are in which state. Raises Violation.
+
+    `whole`: numbers of the engines of which no batch can be lost for good.
+    """
     states: dict[str, int] = {}
-    for relay in relays:
+    for number, relay in enumerate(relays):
         for rank in relay.engine.ranks:
             views = []
             for scheduler in schedulers:
@@ -173,6 +176,9 @@ def check_rest(
                 if view is None or not view.speaking:
                     raise Violation("every link comes back", f"{scheduler.name} lacks {relay.name}")
                 _check_rank(scheduler, view, rank)
+                if number in whole and view.state != LIVE:
+                    why = view.replica.why(view.rank)
+                    raise Violation("what can be replayed is live", f"{rank.name}: {why}")
                 views.append(view)
             name = common_pb2.StreamState.Name(views[0].state)  # type: ignore[arg-type]
             name = name.removeprefix("STREAM_STATE_").lower()
@@ -200,9 +206,7 @@ def _check_rank(scheduler: SimulatedScheduler, view: View, rank: EngineRank) -> 
     confirmed, upper = (held(scheduler, view, c) for c in (CONFIRMED, UPPER))
     history = rank.history
     truth = canonical(history.now, history.block_tokens, CANONICAL_TOKENS)
-    sure = canonical(
-        history.now - history.blurred, history.block_tokens, CANONICAL_TOKENS
-    )
+    sure = canonical(history.now - history.blurred, history.block_tokens, CANONICAL_TOKENS)
     wrong = confirmed - truth
     if wrong:
         raise Violation("no wrong credit survives", f"{where}: {_shown(wrong)} are not there")
@@ -211,7 +215,9 @@ def _check_rank(scheduler: SimulatedScheduler, view: View, rank: EngineRank) -> 
         if missed:
             raise Violation("nothing is missing", f"{where}: {_shown(missed)} are there")
         if view.position != history.last:
-            raise Violation("nothing is missing", f"{where}: {history.records[-1].seq} was published")
+            raise Violation(
+                "nothing is missing", f"{where}: {history.records[-1].seq} was published"
+            )
     index = scheduler.scheduler.fleet.index(MODEL)
     assert index is not None
     credits = index.credits(view.replica.number, view.rank.number)
@@ -250,5 +256,3 @@ def _check_agreement(
 
 def _shown(hashes: set[int]) -> str:
     return ", ".join(f"{each:016x}"[-6:] for each in sorted(hashes)[:6])
-
-

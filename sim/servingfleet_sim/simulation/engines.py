@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from servingfleet_relay.frames import END_OF_REPLAY
 
 from ..emulator import events as wire
-from ..emulator.scheduler import DoesNotFit, Limits, Scheduler
+from ..emulator.scheduler import Scheduler
 from ..emulator.sequence import Asked, Phase, Sequence
+from ..emulator.steps import DoesNotFit, Limits
 from . import script
 from .clock import Events
 from .history import Block, History

@@ -6,7 +6,8 @@ Pure, and independent of relay and scheduler: blocks are named by their tokens, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,9 +61,7 @@ class History:
 
     def start_of(self, life: int) -> int:
         """Index of the record of a process's start."""
-        return next(
-            i for i, each in enumerate(self.records) if each.life == life and each.seq < 0
-        )
+        return next(i for i, each in enumerate(self.records) if each.life == life and each.seq < 0)
 
     def throughout(self, since: int) -> set[Block]:
         """Blocks held at every moment since a record, as far as anybody may have been told."""
@@ -83,9 +82,7 @@ class History:
         return bool(self.records) and self.records[-1].after != self.now
 
 
-def reusable(
-    held: Set[Block], salt: str, prompt: Tokens, block_tokens: int
-) -> int:
+def reusable(held: AbstractSet[Block], salt: str, prompt: Tokens, block_tokens: int) -> int:
     """Tokens of a prompt that an engine with these blocks would reuse: all but the last token at most."""
     most = (len(prompt) - 1) // block_tokens
     for block in range(most):
@@ -94,7 +91,7 @@ def reusable(
     return most * block_tokens
 
 
-def canonical(held: Set[Block], block_tokens: int, canonical_tokens: int) -> set[int]:
+def canonical(held: AbstractSet[Block], block_tokens: int, canonical_tokens: int) -> set[int]:
     """Canonical hashes of the canonical blocks that these engine blocks cover."""
     hashes = set()
     for salt, prefix in held:

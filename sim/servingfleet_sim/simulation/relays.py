@@ -3,71 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from servingfleet_protos.v1.stream_pb2 import EngineLoad
-from servingfleet_relay.adapters.events import Batch
 from servingfleet_relay.pipeline import Pipeline, ReplayRequest
+from servingfleet_relay.rank import Rank
+from servingfleet_relay.sequence import Apply, Lost, Restarted, Step
 from servingfleet_relay.settings import PipelineSettings
 
 from . import script
 from .clock import Clock, Events
 from .engines import EngineRank, Frames, SimulatedEngine, Trace, replies
+from .following import Followed
 from .history import MODEL
-from .violations import Violation
 
 REPLAY_DEADLINE_S = 1.0
-
-
-@dataclass
-class Followed:
-    """What a relay's life has applied, batch by batch, as records of the ranks' histories."""
-
-    engine: SimulatedEngine
-    began: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By rank and incarnation: the record of the process that was up when the incarnation began."""
-    applied: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """By rank, incarnation and number: the batch's record."""
-    _mixed: dict[tuple[int, int], int] = field(default_factory=dict)
-    _last: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By rank and incarnation: the record applied last, and how often history was lost before it."""
-
-    def begins(self, rank: int, incarnation: int) -> None:
-        """The relay counts from here on."""
-        history = self.engine.ranks[rank].history
-        if (rank, incarnation) not in self.began:
-            start = history.start_of(self.engine.life) if history.records else -1
-            self.began[rank, incarnation] = start
-
-    def applies(self, rank: int, incarnation: int, payload: bytes, lost: int) -> None:
-        """Raises Violation for a batch that does not follow the one before, unless a loss was noted."""
-        history = self.engine.ranks[rank].history
-        index = history.payloads[payload]
-        record = history.records[index]
-        before = self._last.get((rank, incarnation))
-        if before is not None:
-            previous = history.records[before[0]]
-            if previous.life != record.life:
-                # A restart that nothing has shown yet: what is held may be of either process.
-                mixed = min(before[0], self._mixed.get((rank, incarnation), before[0]))
-                self._mixed[rank, incarnation] = mixed
-            elif record.seq != previous.seq + 1 and lost == before[1]:
-                raise Violation(
-                    "batches applied in order",
-                    f"{self.engine.ranks[rank].name}: batch {record.seq} after {previous.seq}, "
-                    "and no loss was noted",
-                )
-        self._last[rank, incarnation] = (index, lost)
-        self.applied[rank, incarnation, record.seq] = index
-
-    def position(self, rank: int, incarnation: int, seq: int | None) -> int:
-        """The record up to which a scheduler has been told, by what it says itself."""
-        began = self.began.get((rank, incarnation), -1)
-        if seq is None:
-            return began
-        index = self.applied.get((rank, incarnation, seq), began)
-        return min(index, self._mixed.get((rank, incarnation), index))
 
 
 @dataclass
@@ -314,15 +265,22 @@ class SimulatedRelay:
         self.on_change()
 
     def _watch(self) -> None:
-        """Notes every batch where it is applied. Looks inside the pipeline: nothing outside tells."""
+        """Notes every step of the numbering where it is carried out. Looks inside the pipeline: nothing outside tells."""
         for number, rank in self.pipeline._ranks.items():
-            decode = rank._decode
 
-            def watched(payload: bytes, number: int = number, rank=rank, decode=decode) -> Batch:  # type: ignore[no-untyped-def]
-                lost = self.pipeline._totals["histories_lost"]
-                self.followed.begins(number, rank.numbering.incarnation)
-                self.followed.applies(number, rank.numbering.incarnation, payload, lost)
-                found: Batch = decode(payload)
-                return found
+            def watched(
+                steps: Sequence[Step], now: float, number: int = number, rank: Rank = rank
+            ) -> None:
+                restarts = sum(isinstance(step, Restarted) for step in steps)
+                incarnation = rank.numbering.incarnation - restarts
+                for step in steps:
+                    if isinstance(step, Restarted):
+                        incarnation += 1
+                        self.followed.begins(number, incarnation)
+                    elif isinstance(step, Lost):
+                        self.followed.loses(number)
+                    elif isinstance(step, Apply):
+                        self.followed.applies(number, incarnation, step.payload)
+                Rank.run(rank, steps, now)
 
-            rank._decode = watched
+            rank.run = watched  # type: ignore[method-assign]

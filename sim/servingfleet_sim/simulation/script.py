@@ -50,6 +50,9 @@ class Kind(StrEnum):
 
 
 TRAFFIC = (Kind.REQUEST, Kind.LOCAL, Kind.ABORT)
+LOSING = frozenset({Kind.HOLE, Kind.LOSE_REPLIES, Kind.MUTE_REPLAY, Kind.JUMP_RELAY})
+"""Without these a relay can have every batch, now or later: an engine whose ring holds all stays live."""
+WHOLE_RING = 1000
 FAULTS = tuple(kind for kind in Kind if kind not in TRAFFIC)
 
 
@@ -61,7 +64,7 @@ class Engine:
     blocks: int = 16
     """GPU blocks, of which one is never used: small, so that they are evicted."""
     block_tokens: int = 4
-    ring: int = 1000
+    ring: int = WHOLE_RING
     """Batches kept for replay."""
     replay: bool = True
     version: str = "0.33.0"
@@ -125,10 +128,11 @@ class Script:
         return replace(self, steps=self.steps[:start] + self.steps[end:])
 
     def __str__(self) -> str:
-        lines = [
-            f"seed {self.seed}: {self.slots} snapshot slots, window {self.window}, "
-            f"outbox {self.outbox}, {self.delta_hashes} hashes a delta, delays to {self.delay_s} s"
-        ]
+        settings = (
+            f"seed {self.seed}: {self.slots} snapshot slots, window {self.window}, outbox "
+            f"{self.outbox}, {self.delta_hashes} hashes a delta, delays to {self.delay_s} s"
+        )
+        lines = [settings]
         lines += [f"  engine {number}: {engine}" for number, engine in enumerate(self.engines)]
         lines += [f"  {step}" for step in self.steps]
         return "\n".join(lines)
@@ -168,7 +172,7 @@ def _engine(rng: random.Random) -> Engine:
         ranks=rng.choice((1, 1, 2)),
         blocks=rng.choice((8, 14, 40)),
         block_tokens=rng.choice((4, 4, 4, 8, 2)),
-        ring=rng.choice((2, 6, 1000, 1000)),
+        ring=rng.choice((2, 6, WHOLE_RING, WHOLE_RING)),
         replay=rng.random() < 0.8,
         version=rng.choice(VERSIONS),
         wide_hashes=rng.random() < 0.3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from .clock import Restless
@@ -26,10 +27,8 @@ class Failure:
 
     def __str__(self) -> str:
         world = World(self.script, trace=True)
-        try:
+        with suppress(Violation, Restless):
             world.run()
-        except (Violation, Restless):
-            pass
         happened = "\n".join(f"  {line}" for line in world.report.trace)
         return (
             f"{self.violation}\n\nThe smallest script found ({self.runs} runs), seed "
@@ -128,5 +127,9 @@ def _tamer(script: Script) -> Iterator[Script]:
     for number, step in enumerate(script.steps):
         for tame in (replace(step, outputs=1), replace(step, flag=False), replace(step, amount=1)):
             if tame != step:
-                steps: tuple[Step, ...] = (*script.steps[:number], tame, *script.steps[number + 1 :])
+                steps: tuple[Step, ...] = (
+                    *script.steps[:number],
+                    tame,
+                    *script.steps[number + 1 :],
+                )
                 yield replace(script, steps=steps)

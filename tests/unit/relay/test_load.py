@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from servingfleet_relay.load import ScrapeFailed, model_of, parse_metrics
+from servingfleet_relay.load import (
+    Identity,
+    Metrics,
+    ScrapeFailed,
+    identity_of,
+    model_of,
+    parse_metrics,
+)
 
 METRICS = """\
 # HELP vllm:num_requests_running Running.
@@ -64,3 +71,57 @@ def test_the_base_model_is_the_one_without_a_parent() -> None:
 @pytest.mark.parametrize("answer", [None, [], {}, {"data": 1}, {"data": [1, {"id": 2}]}])
 def test_an_answer_that_names_no_model_is_none(answer: object) -> None:
     assert model_of(answer) is None
+
+
+SGLANG = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{dp_rank="1",model_name="m",tp_rank="0"} 3.0
+sglang:num_queue_reqs{dp_rank="1",model_name="m",tp_rank="0"} 2.0
+sglang:token_usage{dp_rank="1",model_name="m",tp_rank="0"} 0.5
+sglang:max_total_num_tokens{dp_rank="1",model_name="m",tp_rank="0"} 4096.0
+sglang:swa_token_usage{dp_rank="1",model_name="m",tp_rank="0"} 0.0
+"""
+
+
+def test_sglangs_load_is_read_for_each_rank() -> None:
+    metrics = parse_metrics(SGLANG, (0, 1))
+    load = metrics.loads[1]
+    assert (load.running_requests, load.waiting_requests, load.kv_usage) == (3, 2, 0.5)
+    assert (metrics.gpu_tokens, metrics.hybrid, metrics.engine) == (4096, False, "sglang")
+    assert list(parse_metrics("sglang:num_running_reqs 1.0\n", (4,)).loads) == [4]
+
+
+@pytest.mark.parametrize("name", ["swa_token_usage", "mamba_usage"])
+def test_window_or_recurrent_layers_in_use_are_seen(name: str) -> None:
+    assert parse_metrics(f"sglang:{name} 0.1\n", (0,)).hybrid
+
+
+VERSION = {"version": "0.32.0"}
+INFO: dict[str, object] = {"version": "0.5.23", "internal_states": [], "kv_events": None}
+
+
+@pytest.mark.parametrize(
+    ("info", "version", "engine", "identity"),
+    [
+        (None, VERSION, "vllm", Identity("vllm", "0.32.0")),
+        ({"vllm_config": {}}, VERSION, "vllm", Identity("vllm", "0.32.0")),
+        (INFO, None, None, Identity("sglang", "0.5.23")),
+        (INFO, VERSION, "sglang", Identity("sglang", "0.5.23")),
+        # Other engines answer /version alike: their metrics don't have vLLM's names.
+        (None, VERSION, None, None),
+        (None, VERSION, "sglang", None),
+        (None, {"version": 3}, "vllm", None),
+        ({"internal_states": []}, VERSION, "vllm", None),
+        (None, None, "vllm", None),
+        ([], [], None, None),
+    ],
+)
+def test_an_engine_is_what_its_answers_prove_and_nothing_is_guessed(
+    info: object, version: object, engine: str | None, identity: Identity | None
+) -> None:
+    assert identity_of(info, version, Metrics(engine=engine)) == identity
+
+
+def test_metrics_of_two_engines_prove_neither() -> None:
+    assert parse_metrics(METRICS + SGLANG, (0, 1)).engine is None
+    assert parse_metrics(METRICS, (0, 1)).engine == "vllm"

@@ -69,6 +69,43 @@ def test_a_folder_that_holds_no_recording_says_what_is_missing(tmp_path: Path) -
         read(tmp_path)
 
 
-def test_a_trace_of_cache_operations_is_refused_as_such(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="operations on a bare cache"):
-        read(folder(tmp_path, [MESSAGE], [{"op": "request", "tokens": []}]))
+def operation(op: str, published: int = 0, **fields: object) -> dict[str, object]:
+    return {"op": op, "n_events": published, **fields}
+
+
+def test_operations_on_a_bare_cache_lie_between_the_messages_that_they_caused(
+    tmp_path: Path,
+) -> None:
+    messages = [{**MESSAGE, "t": time} for time in (1.0, 2.0, 3.0)]
+    rows = [
+        operation("none"),
+        operation("request", tokens=[1, 2], matched=0),
+        operation("request", 1, tokens=[1, 2], matched=2, extra_key="k", cache_salt="s"),
+        operation("reset", 1),
+        operation("request", tokens=[1], matched=0),
+    ]
+    recording = read(folder(tmp_path, messages, rows))
+    assert recording.adapter == "sglang"
+    first, second, last = recording.requests
+    assert 1.0 < first.start < first.end < second.start < second.end == 2.0
+    assert 3.0 < last.start < last.end
+    assert [2.0 < control.time < 3.0 for control in recording.controls] == [True]
+    assert recording.controls[0].is_reset
+    assert (second.cached_tokens, second.adapter, second.cache_salt) == (2, "k", "s")
+    # The engine would have left the last token of a prompt out.
+    assert [len(request.prompts[0]) for request in recording.requests] == [3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([operation("request", tokens=[1])], "requests.jsonl:1: expected a list of tokens"),
+        ([operation("grow")], "op is 'grow', expected none, request, evict or reset"),
+        ([operation("evict", 1), operation("evict", 1)], "2 operations published"),
+    ],
+)
+def test_operations_that_do_not_add_up_are_named(
+    tmp_path: Path, rows: list[object], says: str
+) -> None:
+    with pytest.raises(RecordingError, match=says):
+        read(folder(tmp_path, [MESSAGE], rows))

@@ -1,0 +1,287 @@
+"""Turns SGLang's event batches, of every wire generation since 0.4.6, into events.
+
+Pure. SGLang's hashes are SHA-256 chains over the tokens of a page, without a seed for plain requests: the first page of
+a prompt shows whether it is one. A first page that the known recipes don't give belongs to a namespace that the wire
+doesn't name, and is held as opaque. Releases that hash pages without what is before them are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from servingfleet_protos.v1.common_pb2 import TIER_GPU, TIER_HOST
+
+from . import schema, wire
+from .events import (
+    Adapter,
+    Batch,
+    Cleared,
+    Doubt,
+    Dropped,
+    EngineProfile,
+    Event,
+    Group,
+    Removed,
+    Shape,
+    Stored,
+    TierTraits,
+)
+from .schema import Schema
+from .wire import BadValue
+
+__all__ = ["ADAPTER", "PROFILE", "decode", "decode_payload"]
+
+PROFILE = EngineProfile(
+    engine="sglang",
+    tiers={
+        # One copy for each place in the tree. Requests with an extra_key have trees of their own, whose pages share
+        # hashes with the plain one's: then what is held is an upper bound, and the best guess all the same.
+        TIER_GPU: TierTraits(
+            multiset=False, whole_prompt=False, upper_in_predicted=True, root_once=True
+        ),
+        TIER_HOST: TierTraits(multiset=False, whole_prompt=False, upper_in_predicted=True),
+    },
+    cleared_tiers=frozenset({TIER_GPU, TIER_HOST}),
+    attention_kinds=frozenset({None}),
+    fixed_unit=True,
+    adapters_since=(0, 5, 23),
+)
+
+# DISK and EXTERNAL have names in 0.5.23 and nothing that says them: unknown until seen.
+MEDIA: Mapping[str, int] = {"GPU": TIER_GPU, "CPU_PINNED": TIER_HOST}
+
+_SALT_TAG = b"sglang-cache-salt-v1\0"
+_NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"
+_EMPTY_TUPLE = 5740354900026072187
+"""Python's hash(()): the parent of a prompt's first page before 0.5.1."""
+
+_EIGHTH = "eighth element"
+"""No map has this key."""
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    _EIGHTH,
+)
+_REMOVED = ("block_hashes", "medium")
+
+
+def decode(frames: Sequence[bytes]) -> Batch:
+    """One live message, frames as received. Never raises: trouble is among the batch's events."""
+    return schema.decode(frames, _SCHEMAS)
+
+
+def decode_payload(payload: bytes) -> Batch:
+    """One batch. Never raises: trouble is among the batch's events."""
+    batch = schema.decode_payload(payload, _SCHEMAS)
+    if batch.length == 2:
+        # Before 0.4.8: one hash for a whole tree node, of any length.
+        return replace(batch, events=(_content_hashes("batches of 2 elements"), *batch.events))
+    return batch
+
+
+def _content_hashes(seen: str) -> Dropped:
+    return Dropped(
+        "content_hash",
+        f"{seen}: a release that hashes pages without what is before them; expected 0.5.6 or newer",
+        Doubt.QUARANTINED,
+    )
+
+
+def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
+    hashes, width = _hashes(fields["block_hashes"])
+    parent_value = fields["parent_block_hash"]
+    parent = None if parent_value is None else _hashes([parent_value])[0]
+    if not hashes:
+        raise BadValue("no_hashes", "a store without a hash")
+    unit = fields["block_size"]
+    if not wire.is_integer(unit, 1, 2**20):
+        raise BadValue("block_size", "block_size is no integer from 1 to 2^20")
+    tokens, pairs = _tokens(fields["token_ids"])
+    count = len(hashes) // width
+    keys = len(tokens) // 4 - pairs
+    if keys != count * unit:
+        raise BadValue("token_count", f"{keys} keys in {count} pages of {unit}")
+    is_map = shape.form == "map"
+    low, high = wire.signs([*fields["block_hashes"], parent_value])
+    shape = replace(
+        shape,
+        # The eighth element comes only with a salt.
+        form=shape.form if shape.form != "array 8" else "array 7",
+        hash_width=width,
+        low=low,
+        high=high,
+        tells_adapters=is_map,
+        tells_salts=is_map,
+        pairs=pairs,
+    )
+    tier = _tier(fields, shape)
+    salt = wire.text("cache salt", _salt(fields, is_map))
+    adapter = wire.text("lora_name", fields.get("lora_name"))
+    event = Stored(shape, tier, Group(), hashes, width, parent, tokens, unit, adapter, salt)
+    if shape.form == "array 6" and parent_value == _EMPTY_TUPLE:
+        return [_content_hashes("a parent that is the hash of nothing")]
+    return [_namespaced(event, pairs) if parent is None else replace(event, doubtful=bool(adapter))]
+
+
+def _namespaced(event: Stored, pairs: bool) -> Event:
+    """A prompt's first pages, in the namespace that their first hash proves."""
+    first = event.hashes[: event.width]
+    unit = event.unit_tokens
+    keys = _keys(event.tokens[: (unit + pairs) * 4], pairs)
+    if not event.cache_salt:
+        known = {_packed(sha256(keys).digest())}
+    else:
+        seed = sha256(_SALT_TAG + event.cache_salt.encode()).digest()
+        plain = sha256(seed + keys).digest()
+        known = {_packed(plain), _packed(sha256(_namespace(event.cache_salt) + plain[:8]).digest())}
+    if event.adapter:
+        if first in known:
+            return Dropped(
+                "shared_hash",
+                "pages of an adapter share hashes with the base model's: expected 0.5.23 or newer",
+                Doubt.AMBIGUOUS,
+            )
+        # The adapter's own key is not on the wire: another load of it, or an extra_key, looks the same.
+        return replace(event, doubtful=True)
+    if first in known:
+        return event
+    if event.shape.form != "map" and not event.cache_salt:
+        return _content_hashes("a first page whose hash is not that of its tokens")
+    return replace(event, opaque=True)
+
+
+def _namespace(salt: str) -> bytes:
+    """Seed of the "dynamo" format for a salt without an extra_key."""
+    encoded = salt.encode()
+    return sha256(
+        _NAMESPACE_TAG + b"\x00\x01" + len(encoded).to_bytes(8, "little") + encoded
+    ).digest()
+
+
+def _keys(tokens: bytes, pairs: bool) -> bytes:
+    """What the engine hashes of a page: its tokens, or both tokens of each pair."""
+    if not pairs:
+        return tokens
+    starts = range(0, len(tokens) - 4, 4)
+    return b"".join(tokens[at : at + 8] for at in starts)
+
+
+def _packed(digest: bytes) -> bytes:
+    """A digest as the wire's integer, packed as hashes are."""
+    return digest[7::-1]
+
+
+def _hashes(values: object) -> tuple[bytes, int]:
+    """As `wire.pack_hashes`, of signed 64-bit integers only."""
+    packed, width = wire.pack_hashes(values)
+    if width == 32 or wire.signs(values if type(values) is list else [])[1]:
+        raise BadValue("hash_type", "a block hash is no signed 64-bit integer")
+    return packed, width
+
+
+def _tokens(values: object) -> tuple[bytes, bool]:
+    """Token ids, packed, and whether they came as pairs: then one more than there are pairs."""
+    if type(values) is not list or not values or type(values[0]) is not list:
+        if type(values) is list and any(type(value) is list for value in values):
+            raise BadValue("pairs_mixed", "token_ids mixes tokens and pairs")
+        return wire.pack_tokens(values), False
+    if any(type(pair) is not list or len(pair) != 2 for pair in values):
+        raise BadValue("pairs_mixed", "token_ids holds pairs, and something else")
+    firsts = [pair[0] for pair in values]
+    seconds = [pair[1] for pair in values]
+    if firsts[1:] != seconds[:-1]:
+        raise BadValue(
+            "pairs_apart", "a pair does not begin with the token that ends the one before"
+        )
+    return wire.pack_tokens([*firsts, seconds[-1]]), True
+
+
+def _salt(fields: Mapping[str, Any], is_map: bool) -> object:
+    if is_map or _EIGHTH not in fields:
+        return fields.get("cache_salt")
+    extra = fields[_EIGHTH]
+    if type(extra) is not dict or set(extra) != {"cache_salt"}:
+        raise BadValue("field_type", "the eighth element is no map of a cache salt alone")
+    return extra["cache_salt"]
+
+
+def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
+    hashes, width = _hashes(fields["block_hashes"])
+    low, high = wire.signs(fields["block_hashes"])
+    shape = replace(shape, hash_width=width, low=low, high=high)
+    try:
+        tier = _tier(fields, shape)
+    except BadValue as error:
+        # Nothing is known to be held in an unknown medium; without one it may have been any.
+        doubt = Doubt.STALE if error.reason == "medium_missing" else Doubt.NONE
+        return [Dropped(error.reason, f"{shape.tag}: {error}", doubt)]
+    named = wire.distinct(hashes, width) if hashes else hashes
+    return [Removed(shape, tier, Group(), named, width, twice=len(named) < len(hashes))]
+
+
+def _cleared(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
+    return [Cleared(shape)]
+
+
+def _tier(fields: Mapping[str, Any], shape: Shape) -> int:
+    if "medium" not in fields and shape.form != "map":
+        return TIER_GPU  # before 0.5.9 there was no other
+    medium = fields.get("medium")
+    if medium is None:
+        raise BadValue("medium_missing", "no medium in a release that names it")
+    tier = MEDIA.get(medium) if type(medium) is str else None
+    if tier is None:
+        known = ", ".join(MEDIA)
+        raise BadValue("unknown_medium", f"medium {medium!r:.40}; known: {known}")
+    return tier
+
+
+_SCHEMAS: Mapping[str, Schema] = {
+    "BlockStored": Schema(
+        fields=_STORED,
+        lengths=frozenset({6, 7, 8}),
+        required=frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size"}),
+        map_only=frozenset({"cache_salt", "session_id", "lora_name"}),
+        doubt=Doubt.INCOMPLETE,
+        build=_stored,
+        grave=frozenset(
+            {
+                "hash_type",
+                "hash_width",
+                "hash_range",
+                "no_hashes",
+                "token_count",
+                "token_type",
+                "block_size",
+                "pairs_mixed",
+                "pairs_apart",
+            }
+        ),
+    ),
+    "BlockRemoved": Schema(
+        fields=_REMOVED,
+        lengths=frozenset({2, 3}),
+        required=frozenset({"block_hashes"}),
+        map_only=frozenset(),
+        doubt=Doubt.STALE,
+        build=_removed,
+        grave=frozenset({"hash_type", "hash_width", "hash_range"}),
+    ),
+    "AllBlocksCleared": Schema(
+        fields=(),
+        lengths=frozenset({1}),
+        required=frozenset(),
+        map_only=frozenset(),
+        doubt=Doubt.STALE,
+        build=_cleared,
+    ),
+}
+
+ADAPTER = Adapter(PROFILE, decode_payload)
