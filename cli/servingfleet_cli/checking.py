@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 import zmq
 
+from servingfleet_relay.adapters.registry import ADAPTERS
 from servingfleet_sim.checking import StreamReport, check
-from servingfleet_sim.recordings import Message, RecordingError, read_events
+from servingfleet_sim.recordings import Message, RecordingError, adapter_of, read_events
 
 from . import exits
 from .output import console, format_option, print_json, table
@@ -22,6 +23,12 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
 @click.command("check-stream", epilog=exits.HELP)
 @click.argument("source", metavar="DIR|tcp://HOST:PORT")
+@click.option(
+    "--engine",
+    type=click.Choice(list(ADAPTERS)),
+    default=None,
+    help="How to read the events; default: as the recording says, else vllm.",
+)
 @click.option("--block-tokens", default=16, show_default=True, help="The fleet's canonical block.")
 @click.option(
     "--host-unit-tokens", default=0, help="Chunk of the engine's CPU offload; 0: as its blocks."
@@ -32,6 +39,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 @format_option
 def check_stream(
     source: str,
+    engine: str | None,
     block_tokens: int,
     host_unit_tokens: int,
     ranks: int,
@@ -49,7 +57,8 @@ def check_stream(
             heard: Iterable[Message] = listen(source, ranks, seconds, messages)
         else:
             heard, ranks = read_events(Path(source))
-        report = check(heard, ranks, block_tokens, host_unit_tokens)
+            engine = engine or adapter_of(Path(source))
+        report = check(heard, ranks, block_tokens, host_unit_tokens, engine or "vllm")
     except (RecordingError, OSError, ValueError) as error:
         raise exits.Exit(str(error), exits.USAGE) from error
     if output == "json":

@@ -120,7 +120,7 @@ def print_report(demo: Demo) -> None:
         out.print(table(title, ["cause", *names, "the first block that differs was"], rows_))
     for arm in demo.arms:
         for line in _lines(arm):
-            out.print(f"{arm.policy}: {line}", highlight=False)
+            out.print(f"{arm.policy}: {line}", highlight=False, soft_wrap=True)
 
 
 def _fleet(demo: Demo) -> tuple[list[str], list[list[object]]]:

@@ -82,7 +82,9 @@ async def play_fleet(
         router, fleet = RouterStub(channel), FleetStub(channel)
         players = []
         for number, recording in enumerate(recordings):
-            engine = await stack.enter_async_context(RecordedEngine(recording.ranks))
+            engine = await stack.enter_async_context(
+                RecordedEngine(recording.ranks, recording.adapter)
+            )
             replica = f"replica-{number}"
             arguments = relay_arguments(engine, replica, MODEL, target)
             await stack.enter_async_context(

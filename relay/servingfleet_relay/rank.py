@@ -73,6 +73,7 @@ class Rank:
         self._mirrored: set[int] = set()
         self._firsts = FirstBlocks()
         self._away = ""
+        self._proven = False
         self._messages: deque[RelayMessage] = deque()
         self._expired = 0.0
         self._announced = self.state()
@@ -159,6 +160,7 @@ class Rank:
                     self._lanes.forget_keys(self.rank)
                     self.fingerprint = Fingerprint()
                     self._doubts = self._new_doubts()
+                    self._proven = False
                     self._units.clear()
                     # The state carries the new incarnation, which clears the rank at its receivers.
                     self._announce()
@@ -266,6 +268,16 @@ class Rank:
                     self._add_lane(lane)
         return refusal
 
+    def _prove(self, event: Stored) -> None:
+        """A first block of no known namespace is of another, once this life of the engine has shown one that is."""
+        self._proven = self._proven or not event.opaque
+        if not self._proven:
+            self._doubt(
+                "namespace_unknown",
+                "no first block yet whose hash is that of its tokens: a newer release, or requests that are kept apart",
+                Doubt.INCOMPLETE,
+            )
+
     def _new_doubts(self) -> Doubts:
         doubts = Doubts()
         if self._settings.extra_keys:
@@ -295,6 +307,8 @@ class Rank:
         starts = traits.root_once and event.parent is None
         if starts and self._firsts.stored(lane.number, event.hashes[: event.width]):
             self._doubt("shared_hashes", f"a first block stored {SHARED}", Doubt.AMBIGUOUS)
+        if self._lanes.engine.proves_roots and event.parent is None:
+            self._prove(event)
         doubtful = (
             event.doubtful or traits.append_only or self._lanes.hybrid or self._doubts.ambiguous
         )

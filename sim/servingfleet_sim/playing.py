@@ -37,13 +37,13 @@ class Stalled(RuntimeError):
 
 
 def relay_arguments(
-    engine: RecordedEngine, replica: str, model: str, *schedulers: str, adapter: str = "vllm"
+    engine: RecordedEngine, replica: str, model: str, *schedulers: str
 ) -> list[str]:
     """The command line of a relay beside a recorded engine."""
     arguments = [
         *("--replica", replica),
         *("--model", model),
-        *("--engine", adapter),  # a recording answers no questions
+        *("--engine", engine.adapter),  # a recording answers no questions
         *("--engine-events", engine.events),
         *("--engine-replay", engine.replay),
         *("--ranks", str(engine.ranks)),

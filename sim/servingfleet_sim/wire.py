@@ -137,8 +137,10 @@ class RecordedEngine:
     Rank r publishes on `events_port + r` and answers replays on `replay_port + r`.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, adapter: str = "vllm") -> None:
+        """`adapter`: the engine whose messages these are."""
         self.ranks = ranks
+        self.adapter = adapter
         base = free_ports(2 * ranks)
         self.events_port, self.replay_port = base, base + ranks
         self._sockets = EventSockets(ranks, Endpoints(self.events_port, self.replay_port))

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from tests.integration.fleet import PATIENCE_S
+
 CHUNK = 65_536
 
 
@@ -16,18 +18,28 @@ class Cable:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._ends: set[asyncio.StreamWriter] = set()
+        self._carried = 0
+        self._changed = asyncio.Condition()
         self.address = ""
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self._host, self._port)
         ends = {writer, back}
         self._ends |= ends
+        async with self._changed:
+            self._carried += 1
+            self._changed.notify_all()
         try:
             await asyncio.gather(_pump(reader, back), _pump(there, writer))
         finally:
             self._ends -= ends
             for end in ends:
                 end.transport.abort()
+
+    async def connected(self, count: int) -> None:
+        """Waits for the connection of that number, from 1. Raises TimeoutError."""
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(lambda: self._carried >= count)
 
     def cut(self) -> int:
         """Ends every connection at once, without a goodbye. Returns how many there were."""

@@ -90,7 +90,9 @@ class Fleet:
         return await self.stack.enter_async_context(running(module, arguments, sink))
 
     async def engine(self, recording: Recording) -> RecordedEngine:
-        return await self.stack.enter_async_context(RecordedEngine(recording.ranks))
+        return await self.stack.enter_async_context(
+            RecordedEngine(recording.ranks, recording.adapter)
+        )
 
     async def relay(
         self, engine: RecordedEngine, replica: str, model: str, *schedulers: str

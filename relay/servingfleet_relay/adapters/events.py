@@ -157,6 +157,8 @@ class EngineProfile:
     attention_kinds: frozenset[str | None] = frozenset()
     window_kinds: frozenset[str] = frozenset()
     recurrent_kinds: frozenset[str] = frozenset()
+    proves_roots: bool = False
+    """The hash of a prompt's first block shows its namespace; one that shows none is opaque."""
     fixed_unit: bool = False
     """One block size for all: another means another engine or release."""
     adapters_since: tuple[int, ...] = ()

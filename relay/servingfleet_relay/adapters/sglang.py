@@ -46,6 +46,7 @@ PROFILE = EngineProfile(
     },
     cleared_tiers=frozenset({TIER_GPU, TIER_HOST}),
     attention_kinds=frozenset({None}),
+    proves_roots=True,
     fixed_unit=True,
     adapters_since=(0, 5, 23),
 )

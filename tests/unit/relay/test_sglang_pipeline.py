@@ -142,11 +142,23 @@ def test_a_salt_is_a_namespace_of_its_own() -> None:
 
 def test_an_unknown_namespace_is_held_and_never_matched() -> None:
     hashes = in_namespace(PAGES, extra_key="ek")
+    plain = tokens(1, start=900)
     relay = fed(
-        proven(), stored(PROMPT[:32], hashes=hashes[:2]), stored(PROMPT, skip=2, hashes=hashes)
+        proven(),
+        stored(plain),
+        stored(PROMPT[:32], hashes=hashes[:2]),
+        stored(PROMPT, skip=2, hashes=hashes),
     )
-    assert held(relay) == (b"", b"")
+    assert held(relay) == (canonical(plain), b"")
     assert relay.status().ranks[0].mirror["opaque_units"] == 4
+    assert state(relay) == "live"
+
+
+def test_hashes_that_none_of_the_tokens_give_open_the_upper_bound_until_one_does() -> None:
+    relay = fed(proven(), stored(PROMPT, hashes=[1, 2, 3, 4]))
+    assert state(relay) == "history_lost"
+    assert "newer release" in reason(relay)
+    fed(relay, CLEARED, stored(PROMPT), stored(tokens(2, start=600), hashes=[7, 8]), seq=1)
     assert state(relay) == "live"
 
 
