@@ -15,7 +15,7 @@ help: ## list the targets
 
 setup: $(READY) ## build .venv with the Rust core and every dependency
 
-demo: $(READY) ## two recorded engines, real relays, a real scheduler, the report
+demo: $(READY) ## emulated engines, real relays, a real scheduler, the report (two minutes)
 	$(BIN)/servingfleet demo
 
 test: $(READY) ## unit, property, contract and integration tests

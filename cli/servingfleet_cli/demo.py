@@ -99,8 +99,6 @@ def demo(
         result = run_to_end(_compare(seed, replicas, minutes, policy, logs, show=output == "table"))
     except (ProcessFailed, grpc.RpcError) as error:
         raise exits.Exit(str(error), exits.UNREACHABLE) from error
-    except OSError as error:
-        raise exits.Exit(f"--logs: {error}", exits.USAGE) from error
     if output == "json":
         print_json(as_dict(result))
     else:
@@ -134,10 +132,13 @@ async def _compare(
 
 
 def _folders(parent: Path) -> tuple[Path, Path]:
-    """One for each policy; raises OSError where they are there already."""
+    """One for each policy, both new. Raises exits.Exit."""
     found = parent / "control", parent / "policy"
-    for folder in found:
-        folder.mkdir(parents=True)
+    try:
+        for folder in found:
+            folder.mkdir(parents=True)
+    except OSError as error:
+        raise exits.Exit(f"--logs: {error}; expected a folder for new logs", exits.USAGE) from error
     return found
 
 

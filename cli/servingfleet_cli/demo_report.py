@@ -145,8 +145,8 @@ def _figures(demo: Demo) -> tuple[list[str], list[list[object]]]:
     for name, of_what in FIGURES.items():
         for number, arm in enumerate(demo.arms):
             figure = next((f for f in arm.report.figures if f.name == name), fleet_pb2.Figure())
-            value = share(figure.value) if figure.HasField("value") else "<none>"
-            interval = f"{share(figure.low)} to {share(figure.high)}"
+            value = _percent(figure.value) if figure.HasField("value") else "<none>"
+            interval = f"{_percent(figure.low)} to {_percent(figure.high)}"
             ratio = f"{figure.numerator:,.0f} / {figure.denominator:,.0f}"
             row = [arm.policy, value, interval if figure.HasField("low") else "<none>", ratio]
             rows.append(["" if number else name, *row, "" if number else of_what])
@@ -163,6 +163,11 @@ def _difference(name: str, found: Difference, form: str) -> list[object]:
     values = (found.first, found.second, found.difference.value)
     texts = ["<none>" if value is None else format(value, form) for value in values]
     return [name, *texts, _interval(found.difference, form)]
+
+
+def _percent(value: float) -> str:
+    # Finer than elsewhere: what is wrong here is a few hundredths.
+    return f"{100 * value:.2f}%"
 
 
 def _seconds(value: float | None) -> str:

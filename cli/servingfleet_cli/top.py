@@ -92,8 +92,8 @@ def frame(
             if replica.model == model
             for number, rank in enumerate(replica.ranks)
         ]
-        columns = ["replica", ">requests/s", ">reused now", ">rank", "stream", "blocks held"]
-        columns += [">running", ">waiting", ">on the way", ">credits"]
+        columns = ["replica", ">req/s", ">reused", ">rank", "stream", "blocks held"]
+        columns += [">run", ">wait", ">open", ">credits"]
         parts.append(table("", columns, rows))
     if not models:
         parts.append(Text("no replicas, and nothing was routed"))
@@ -158,8 +158,8 @@ def _row(
 def top(target: str, timeout: float, model: str, interval_s: float, once: bool) -> None:
     """Watch a running fleet: throughput, reuse, load and stream of every rank. Ctrl-C ends it.
 
-    `on the way` are requests that this scheduler sent there and that have not ended, `credits` those whose blocks the
-    engine has yet to announce.
+    `run` and `wait` are what the engine says, `open` are requests that this scheduler sent there and that have not
+    ended, `credits` those whose blocks the engine has yet to announce.
     """
     meter = Meter()
     with asking(target) as channel:

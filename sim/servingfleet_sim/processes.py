@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -55,7 +56,9 @@ class Process:
     async def stop(self) -> int:
         """Asks it to end, and kills it if it does not. Returns its status."""
         if self.child.returncode is None:
-            self.child.send_signal(signal.SIGTERM)
+            # Not by asyncio's own method, which may reap a child that has just ended and lose its status.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child.pid, signal.SIGTERM)
             try:
                 await asyncio.wait_for(self.child.wait(), STOP_PATIENCE_S)
             except TimeoutError:

@@ -11,6 +11,8 @@ from servingfleet_protos.v1.stream_pb2 import (
     Welcome,
 )
 from servingfleet_relay.pipeline import Pipeline
+from servingfleet_relay.sequence import Restarted
+from servingfleet_relay.sequence import Sequence as Numbering
 from servingfleet_relay.settings import PipelineSettings
 from servingfleet_sim.simulation.script import Engine, Kind, Script, Step
 from servingfleet_sim.simulation.shrinking import failure_of
@@ -151,3 +153,20 @@ def test_the_schedule_in_which_a_new_lifes_snapshot_overtakes_blocks_of_the_old(
     for seed in range(20):
         script = Script(seed, engines, steps, window=4, outbox=200, delta_hashes=1, delay_s=0.3)
         assert failure_of(script) is None
+
+
+def test_a_newer_process_that_no_replay_denies_is_a_restart() -> None:
+    numbering = Numbering(replay=True, deadline_s=1.0, max_held_batches=9, max_held_bytes=999)
+    numbering.socket_up(0.0)
+    numbering.replay_failed("no answer", 0.0)
+    numbering.live(0, b"old 0", 0.0)
+    numbering.live(1, b"old 1", 0.0)
+    numbering.socket_down()
+    # Its start is told once, while the socket is down and the replay can't answer.
+    numbering.process_started(5.0, 5.0)
+    numbering.socket_up(6.0)
+    steps = numbering.replay_failed("no answer", 7.0)
+    # The new process has counted just as far: its next batch would look like the old one's next.
+    steps += numbering.live(2, b"new 2", 8.0)
+    assert any(isinstance(step, Restarted) for step in steps)
+    assert numbering.incarnation == 2

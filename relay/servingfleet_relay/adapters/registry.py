@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import sglang, vllm
+from . import sglang, trtllm, vllm
 from .events import Adapter, Batch, Doubt, Dropped, EngineProfile
 
 AUTO = "auto"
 """Not an engine: the engine's own answers will tell."""
 
 ADAPTERS: Mapping[str, Adapter] = {
-    adapter.profile.engine: adapter for adapter in (vllm.ADAPTER, sglang.ADAPTER)
+    adapter.profile.engine: adapter for adapter in (vllm.ADAPTER, sglang.ADAPTER, trtllm.ADAPTER)
 }
 
 

@@ -134,7 +134,7 @@ def check_prediction(
     if told_units and predicted > reusable(perhaps | credited, salt, prompt, size):
         raise Violation("prediction", f"{said}; neither there nor under way")
     told = view.position == history.last and not history.silent()
-    if not (told and view.complete):
+    if not (told and told_units and view.complete):
         return False
     truth = reusable(history.now, salt, prompt, size)
     clear = reusable(history.now - history.blurred, salt, prompt, size)

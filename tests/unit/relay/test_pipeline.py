@@ -184,6 +184,14 @@ def test_blocks_whose_removal_is_never_told_are_an_upper_bound() -> None:
     assert held(relay) == (b"", canonical(tokens(1)))
 
 
+def test_only_blocks_whose_removal_is_never_told_are_doubted() -> None:
+    relay = proven()
+    certain, doubtful = tokens(1), tokens(1, start=100)
+    relay.live(0, live(0, stored([1], certain, medium="CPU")), NOW)
+    relay.live(0, live(1, stored([2], doubtful, medium="cpu")), NOW)
+    assert held(relay) == (canonical(certain), canonical(doubtful))
+
+
 def test_a_window_group_gets_a_lane_and_its_place_from_the_attention_group() -> None:
     relay = proven()
     linked(relay)

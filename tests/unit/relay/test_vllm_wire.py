@@ -119,6 +119,12 @@ def test_a_removal_from_an_unknown_medium_casts_no_doubt() -> None:
     assert event.doubt is Doubt.NONE
 
 
+def test_a_removal_without_a_medium_may_have_been_of_anything() -> None:
+    event = only({"type": "BlockRemoved", "block_hashes": [1]})
+    assert isinstance(event, Dropped)
+    assert (event.reason, event.doubt) == ("medium_missing", Doubt.STALE)
+
+
 def test_no_medium_is_the_gpu_only_before_media_existed() -> None:
     assert stored_of(stored_array(6, [1], tokens(1))).tier == TIER_GPU
     nameless = stored_array(7, [1], tokens(1))

@@ -1,0 +1,107 @@
+"""The relay asks an engine over HTTP what it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from servingfleet_relay.load import EngineHttp, Identity, ScrapeFailed, watch_engine
+from servingfleet_relay.pipeline import Pipeline
+from servingfleet_relay.settings import PipelineSettings, RelaySettings
+
+DEADLINE_S = 10.0
+SETTINGS = RelaySettings(sockets=(), schedulers=(), scrape_interval_s=0.01)
+VLLM: dict[str, object] = {
+    "/version": {"version": "0.32.0"},
+    "/metrics": 'vllm:num_requests_running{engine="0"} 1\n',
+}
+SGLANG: dict[str, object] = {"/server_info": {"version": "0.5.23", "internal_states": []}}
+OLDER_SGLANG: dict[str, object] = {"/get_server_info": {"version": "0.5.9", "internal_states": []}}
+OTHER: dict[str, object] = {"/version": {"version": "1.2.1"}, "/metrics": "[]"}
+
+
+@asynccontextmanager
+async def serving(answers: dict[str, object]) -> AsyncIterator[EngineHttp]:
+    """An engine that answers these paths, as they are when it is asked."""
+
+    async def answer(request: web.Request) -> web.Response:
+        found = answers.get(request.path)
+        if found is None:
+            raise web.HTTPNotFound
+        return web.Response(text=found) if isinstance(found, str) else web.json_response(found)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine = EngineHttp(f"http://127.0.0.1:{runner.addresses[0][1]}", SETTINGS)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def watching(engine: EngineHttp, pipeline: Pipeline) -> AsyncIterator[None]:
+    task = asyncio.create_task(watch_engine(engine, SETTINGS, pipeline, lambda: None))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def reached(pipeline: Pipeline, condition: Callable[[], bool]) -> None:
+    changed = asyncio.Event()
+    pipeline.on_output = changed.set
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await changed.wait()
+            changed.clear()
+
+
+def automatic() -> Pipeline:
+    return Pipeline(PipelineSettings("r", "m", (0,), "s", engine="auto"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "identity"),
+    [
+        (VLLM, Identity("vllm", "0.32.0")),
+        (SGLANG, Identity("sglang", "0.5.23")),
+        (OLDER_SGLANG, Identity("sglang", "0.5.9")),
+    ],
+)
+async def test_an_engine_is_known_by_its_answers(
+    answers: dict[str, object], identity: Identity
+) -> None:
+    async with serving(answers) as engine:
+        assert await engine.identity((0,)) == identity
+
+
+async def test_an_engine_that_answers_like_no_other_is_not_guessed_at() -> None:
+    async with serving(OTHER) as engine:
+        with pytest.raises(ScrapeFailed, match="of no engine that we know"):
+            await engine.identity((0,))
+
+
+async def test_a_relay_waits_until_the_engine_says_what_it_is() -> None:
+    pipeline, answers = automatic(), dict(OTHER)
+
+    def reason() -> str:
+        return pipeline.status().ranks[0].reason
+
+    async with serving(answers) as engine, watching(engine, pipeline):
+        await reached(pipeline, lambda: "of no engine that we know" in reason())
+        assert (pipeline.status().engine, pipeline.status().ranks[0].state) == ("", "unproven")
+        answers.clear()
+        answers.update(SGLANG)
+        # It has no metrics: that it is SGLang is known all the same.
+        await reached(pipeline, lambda: pipeline.status().engine == "sglang")
+        assert "engine unknown" not in reason()
