@@ -57,9 +57,9 @@ class Body:
         return cls(message, message.ByteSize())
 
 
-Snapshot = Generator[RelayMessage, None, None]
+Snapshot = Generator[list[RelayMessage], None, None]
 SnapshotOf = Callable[[int], Snapshot]
-"""Starts the snapshot of a rank: Begin, parts that are read when asked for, End."""
+"""Starts the snapshot of a rank: Begin, parts that are read when asked for, End. A part may be several messages."""
 
 
 class Outbox:
@@ -82,6 +82,8 @@ class Outbox:
         self._progress: dict[int, RankState] = {}
         self._granted: deque[int] = deque()
         self._snapshot: Snapshot | None = None
+        self._part: deque[RelayMessage] = deque()
+        """Read together and not yet sent: nothing that changed since may come before."""
         self._since_part = 0
         self._loads: dict[int, EngineLoad] = {}
         self._counters: RelayCounters | None = None
@@ -220,11 +222,13 @@ class Outbox:
         return len(self._sent) < self._window and self._sent_bytes < self._limits.resend_bytes
 
     def _next_body(self) -> Body | None:
+        if self._part:
+            return Body.of(self._part.popleft())
         if not self._waiting or self._since_part >= LIVE_PER_SNAPSHOT_PART:
             self._since_part = 0
-            part = self._next_part()
-            if part is not None:
-                return Body.of(part)
+            self._part.extend(self._next_part())
+            if self._part:
+                return Body.of(self._part.popleft())
         if self._waiting:
             self._since_part += 1
             body = self._waiting.popleft()
@@ -234,11 +238,11 @@ class Outbox:
             return Body.of(RelayMessage(rank_state=self._progress.pop(next(iter(self._progress)))))
         return None
 
-    def _next_part(self) -> RelayMessage | None:
+    def _next_part(self) -> list[RelayMessage]:
         while True:
             if self._snapshot is None:
                 if not self._granted:
-                    return None
+                    return []
                 self._snapshot = self._snapshot_of(self._granted.popleft())
             part = next(self._snapshot, None)
             if part is not None:
@@ -260,6 +264,7 @@ class Outbox:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
+        self._part.clear()
         self._since_part = 0
 
 

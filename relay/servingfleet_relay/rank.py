@@ -150,12 +150,13 @@ class Rank:
                     self._totals[f"batches_{step.reason}"] += 1
                 case Lost():
                     self._totals["histories_lost"] += 1
+                    # First: an emptied rank that still counts as complete would promise that nothing can be reused.
+                    self._announce()
                     self._empty(self._mirrored)
                 case Restarted():
                     self._totals["engine_restarts"] += 1
-                    # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has
-                    # already named the new incarnation.
-                    self._empty(self._mirrored)
+                    self._firsts.cleared(self._mirrored)
+                    cleared = self.mirror.cleared(sorted(self._mirrored))
                     self.mirror.reset()
                     self._lanes.forget_keys(self.rank)
                     self.fingerprint = Fingerprint()
@@ -164,6 +165,9 @@ class Rank:
                     self._units.clear()
                     # The state carries the new incarnation, which clears the rank at its receivers.
                     self._announce()
+                    # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has
+                    # already named the new incarnation.
+                    self._tell(cleared)
 
     def tick(self, now: float) -> None:
         """Time passes."""
@@ -178,18 +182,19 @@ class Rank:
             self._totals["drop_orphan_expired"] += expired
             self._doubts.note("orphans", "blocks whose place was never told", Doubt.INCOMPLETE)
 
-    def snapshot(self) -> Generator[RelayMessage, None, None]:
-        """Everything held, shallow blocks first, each part read when it is asked for."""
+    def snapshot(self) -> Generator[list[RelayMessage], None, None]:
+        """Everything held, shallow blocks first, each part read when it is asked for.
+
+        The messages of a part belong before everything that changes after it was read.
+        """
         mirror = self.mirror
         number = mirror.begin_snapshot()
         try:
-            yield RelayMessage(
-                snapshot_begin=SnapshotBegin(rank=self.rank, incarnation=self.numbering.incarnation)
-            )
-            while parts := mirror.next_snapshot(number, self._settings.delta_hashes):
-                for delta in parts:
-                    yield from self._messages_of(delta)
-            yield RelayMessage(snapshot_end=SnapshotEnd(rank=self.rank))
+            begin = SnapshotBegin(rank=self.rank, incarnation=self.numbering.incarnation)
+            yield [RelayMessage(snapshot_begin=begin)]
+            while part := mirror.next_snapshot(number, self._settings.delta_hashes):
+                yield [message for delta in part for message in self._messages_of(delta)]
+            yield [RelayMessage(snapshot_end=SnapshotEnd(rank=self.rank))]
         finally:
             mirror.end_snapshot(number)
 

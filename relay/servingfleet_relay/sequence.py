@@ -101,6 +101,8 @@ class Sequence:
         self._held_bytes = 0
         self._unproven = "waiting for the engine's event socket"
         self._broken_proof = False
+        self._newer = ""
+        """Why it is another process, until a replay proves that it is not."""
         self._incomplete = "what the engine held before the relay joined is unknown"
 
     @property
@@ -148,15 +150,14 @@ class Sequence:
 
     def process_started(self, started: float, now: float) -> list[Step]:
         """The engine says when its process started, in the clock of `now`."""
-        if (
-            self._since is None
-            or started <= self._since + START_SLACK_S
-            or self._replay is not None
-        ):
+        if self._since is None or started <= self._since + START_SLACK_S:
             return []
-        if self._can_replay:
-            return self._suspect("the engine's process is newer than its events", now)
-        return self._restart("the engine's process is newer than its events")
+        reason = "the engine's process is newer than its events"
+        if not self._can_replay:
+            return self._restart(reason)
+        # It is said once only: if no replay decides, now or after a reconnect, this does.
+        self._newer = reason
+        return [] if self._replay is not None else self._suspect(reason, now)
 
     def cleared(self) -> None:
         """The engine holds nothing: the history before is of no account any more."""
@@ -218,6 +219,8 @@ class Sequence:
         replay = self._replay
         if replay is None:
             return []
+        if self._newer and not replay.seen:
+            return [*self._restart(f"{self._newer}; no replay: {reason}"), *self._finish(now)]
         if replay.seen and not self._unproven:
             # It may have gone on: only an unbroken next batch tells.
             self._unproven = f"the replay from {replay.start} broke off: {reason}"
@@ -278,6 +281,7 @@ class Sequence:
         if batch.seq > replay.start:
             # The ring has rolled, or another process has overtaken: nobody can tell.
             replay.seen = True
+            self._newer = ""
             self._prove()
             return self._jump(
                 batch, now, f"the engine's replay begins at {batch.seq}, after {replay.start}"
@@ -288,6 +292,7 @@ class Sequence:
             self._ask(now)
             return steps
         replay.seen = True
+        self._newer = ""
         self._prove()
         return []
 
@@ -334,6 +339,7 @@ class Sequence:
         self._since = None
         self._digests.clear()
         self._replay = None
+        self._newer = ""
         self._incomplete = "what the new engine process held before is unknown"
         self._prove()
         return [Restarted(reason)]

@@ -174,12 +174,18 @@ class Links:
 
     async def _read(self, address: str, call: Call) -> None:
         while True:
-            quiet = self._clock()
+            owed_since: float | None = None
+            deadline_s = self._settings.ack_deadline_s
             reading = asyncio.ensure_future(call.read())
             try:
-                while not (await asyncio.wait({reading}, timeout=self._settings.ack_deadline_s))[0]:
-                    if self._pipeline.unacknowledged(address):
-                        raise Unreachable(f"silent for {self._clock() - quiet:.0f} s, owes acks")
+                while not (await asyncio.wait({reading}, timeout=deadline_s / 4))[0]:
+                    if not self._pipeline.unacknowledged(address):
+                        owed_since = None
+                        continue
+                    now = self._clock()
+                    owed_since = now if owed_since is None else owed_since
+                    if now - owed_since >= deadline_s:
+                        raise Unreachable(f"owes acknowledgements for {now - owed_since:.0f} s")
                 answer = reading.result()
             finally:
                 reading.cancel()

@@ -160,7 +160,9 @@ class Replays:
             async with asyncio.timeout(deadline):
                 frames = await socket.recv_multipart()
             self._pipeline.replayed(request.rank, frames, self._clock())
-            if _is_end(frames):
+            if _is_end(frames) or self._running.get(request.rank) is not asyncio.current_task():
+                # Superseded by what that reply led to: a cancellation is felt only at the next real wait, and until
+                # then further replies would pass for answers to the newer request.
                 return
             received += 1
             if received % MESSAGES_PER_TURN == 0:

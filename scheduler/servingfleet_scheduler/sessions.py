@@ -264,14 +264,20 @@ class Session:
     def _on_credit_ended(
         self, replica: Replica, credit: stream_pb2.CreditEnded, now: float
     ) -> None:
-        if credit.origin == self._streams.instance_id:
-            return
-        # A relay may end what it opened: no other replica's credits, and none of this scheduler's own.
+        own = credit.origin == self._streams.instance_id
         known = self._streams.credits.get(credit.decision_id)
-        if known is None or (known.replica, known.origin) != (replica.name, credit.origin):
+        if own and known is None:
+            return  # the echo of what was ended here
+        # A relay may end what stands on its own replica, and only under the name that opened it.
+        origin = "" if own else credit.origin
+        if known is None or (known.replica, known.origin) != (replica.name, origin):
             self._drop("unknown_credit")
-        else:
-            self._streams.credits.end(credit.decision_id)
+            return
+        self._streams.credits.end(credit.decision_id)
+        rank = replica.ranks.get(known.rank)
+        if own and rank is not None:
+            # The outcome was reported to another scheduler: nothing waits there for this one any more.
+            rank.dispatches.pop(credit.decision_id, None)
 
     def _on_load(self, replica: Replica, load: stream_pb2.EngineLoad, now: float) -> None:
         rank = self._rank(replica, load.rank)

@@ -67,7 +67,8 @@ class Streams:
             limit_s=settings.snapshot_limit_s,
         )
         self._speakers: dict[str, Speaker] = {}
-        self._opened: set[Session] = set()
+        # A dict for its order: what happens in a tick must not depend on addresses.
+        self._opened: dict[Session, None] = {}
 
     def __iter__(self) -> Iterator[Session]:
         """The sessions that speak for a replica."""
@@ -79,7 +80,7 @@ class Streams:
         return len(self._opened)
 
     def opened(self, session: Session) -> None:
-        self._opened.add(session)
+        self._opened[session] = None
 
     def speaking(self, replica: str) -> Session | None:
         """The session that speaks for a replica now."""
@@ -118,7 +119,7 @@ class Streams:
 
     def closed(self, session: Session, speaker: Speaker | None, now: float) -> None:
         """A stream ended, however."""
-        self._opened.discard(session)
+        self._opened.pop(session, None)
         self.slots.release(session)
         if speaker is not None and speaker.session is session:
             speaker.session = None

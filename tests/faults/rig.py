@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
-import signal
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -23,142 +21,19 @@ import grpc
 import httpx
 
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
-from servingfleet_sim.processes import Process
 from servingfleet_sim.wire import free_ports
-from tests.faults.account import UNROUTED, Account
+from tests.faults.account import Account
+from tests.faults.engines import MODEL, Engine, Gone, reached
+from tests.faults.prompts import Prompt, Prompts
 from tests.integration.fleet import PATIENCE_S, Fleet, Scheduler
 
-MODEL = "m"
-BLOCK = 16
-POLL_S = 0.01
 LIVE = common_pb2.STREAM_STATE_LIVE
 HISTORY_LOST = common_pb2.STREAM_STATE_HISTORY_LOST
 UNPROVEN = common_pb2.STREAM_STATE_UNPROVEN
 
-Prompt = tuple[int, ...]
 Replicas = dict[str, fleet_pb2.Replica]
 Report = routing_pb2.ReportRequest
 Answer = TypeVar("Answer")
-
-
-class Prompts:
-    """Conversations that grow, over a few system prompts: prefixes shared widely, and rarely whole blocks."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._systems = [self._tokens(150) for _ in range(3)]
-        self._talks: list[Prompt] = []
-        self.sent: list[Prompt] = []
-
-    def next(self) -> Prompt:
-        """The next turn of some conversation, or the first of a new one."""
-        if len(self._talks) < 4 or self._rng.random() < 0.2:
-            self._talks.append(self._rng.choice(self._systems))
-        turn = self._rng.randrange(len(self._talks))
-        prompt = self._talks[turn] + self._tokens(self._rng.randint(20, 90))
-        self._talks[turn] = prompt
-        if len(prompt) > 900:
-            del self._talks[turn]
-        self.sent.append(prompt)
-        return prompt
-
-    def probes(self, count: int = 8) -> list[Prompt]:
-        """Prompts sent, cut, continued, cut at a block's end; one that nobody holds."""
-        found = [self._tokens(100)]
-        for each in self._rng.sample(self.sent, min(count, len(self.sent))):
-            cut = self._rng.randint(1, len(each))
-            whole = max(BLOCK, len(each) // BLOCK * BLOCK)
-            found += [each, each[:cut], each + self._tokens(25), each[:whole]]
-        return found
-
-    def _tokens(self, count: int) -> Prompt:
-        return tuple(self._rng.randrange(8, 32_000) for _ in range(count))
-
-
-class Gone(Exception):
-    """The engine did not answer: it is dead, or died meanwhile."""
-
-
-@dataclass
-class Engine:
-    """An emulated engine and its relay, both at the same place in every life."""
-
-    fleet: Fleet
-    name: str
-    ranks: int
-    options: tuple[str, ...]
-    http: httpx.AsyncClient
-    account: Account
-    port: int
-    """Of HTTP; the events and then the replays of the ranks on those that follow."""
-    process: Process | None = None
-    relay: Process | None = None
-    schedulers: tuple[str, ...] = ()
-    relay_options: tuple[str, ...] = ()
-    relay_log: Path | None = None
-
-    @property
-    def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self, *, log: Path | None = None) -> None:
-        """A new life; the relay is apart."""
-        arguments = [
-            *("--model", MODEL, "--gpu", "instant", "--ranks", str(self.ranks)),
-            *("--port", str(self.port), "--events-port", str(self.port + 1)),
-            *("--replay-port", str(self.port + 1 + self.ranks)),
-            *("--log", str(self.account.path), "--log-tokens", *self.options),
-        ]
-        self.process = await self.fleet.process("servingfleet_sim.emulator", *arguments, log=log)
-        await reached(self._serves, f"{self.name} to serve")
-
-    async def start_relay(self) -> None:
-        arguments = [
-            *("--replica", self.name, "--model", MODEL, "--ranks", str(self.ranks)),
-            *("--engine-events", f"tcp://127.0.0.1:{self.port + 1}"),
-            *("--engine-replay", f"tcp://127.0.0.1:{self.port + 1 + self.ranks}"),
-            *("--engine-http", f"http://{self.endpoint}", "--endpoint", self.endpoint),
-            *self.relay_options,
-        ]
-        for scheduler in self.schedulers:
-            arguments += ["--scheduler", scheduler]
-        self.relay = await self.fleet.process("servingfleet_relay", *arguments, log=self.relay_log)
-
-    async def complete(
-        self, prompt: Sequence[int], *, request_id: str, headers: dict[str, str], tokens: int
-    ) -> tuple[int, int]:
-        """Prompt and cached tokens as the engine reports them. Raises Gone."""
-        body = {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens}
-        answer = await self._post("/v1/completions", body, {**headers, "X-Request-Id": request_id})
-        usage = answer["usage"]
-        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-
-    async def flood(self, prompts: Sequence[Prompt]) -> None:
-        """Requests that nobody routed, in one call."""
-        body = {"model": MODEL, "prompt": [list(each) for each in prompts], "max_tokens": 1}
-        await self._post("/v1/completions", body, {"X-Request-Id": UNROUTED})
-
-    async def faults(self, **what: object) -> None:
-        await self._post("/faults", what, {})
-
-    async def reset(self) -> None:
-        """Empties the caches of the idle engine."""
-        answer = await self._post("/reset_prefix_cache", {}, {})
-        assert answer == {"success": True}
-
-    async def _post(self, path: str, body: object, headers: dict[str, str]) -> Any:
-        try:
-            answer = await self.http.post(path, json=body, headers=headers)
-        except httpx.TransportError as error:
-            raise Gone(f"{self.name}: {type(error).__name__}") from error
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def _serves(self) -> bool:
-        try:
-            return (await self.http.get("/health")).status_code == 200
-        except httpx.TransportError:
-            return False
 
 
 @dataclass(frozen=True)
@@ -469,18 +344,6 @@ def request(prompt: Sequence[int]) -> routing_pb2.RouteRequest:
     return routing_pb2.RouteRequest(model=MODEL, prompt=routing_pb2.Prompt(tokens_le32=packed))
 
 
-async def reached(
-    holds: Callable[[], Any], what: str, found: Callable[[], str] = lambda: "nothing"
-) -> None:
-    """Waits for a condition of other processes."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await holds():  # noqa: ASYNC110 - another process
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}; last {found()}") from None
-
-
 async def first_of(
     schedulers: Sequence[Scheduler], ask: Callable[[Scheduler], Awaitable[Answer]]
 ) -> Answer:
@@ -492,35 +355,6 @@ async def first_of(
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
     return await ask(schedulers[-1])
-
-
-async def killed(process: Process | None) -> None:
-    """Ends a process as the kernel does when memory is short: at once, without a word."""
-    assert process is not None
-    process.child.kill()
-    await process.child.wait()
-
-
-@asynccontextmanager
-async def stopped(process: Process | None) -> AsyncIterator[None]:
-    """A process that does nothing for the length of the block, and then goes on."""
-    assert process is not None
-
-    async def halted() -> bool:
-        return _state(process) == "T"
-
-    process.child.send_signal(signal.SIGSTOP)
-    try:
-        await reached(halted, "the process to stop")
-        yield
-    finally:
-        if process.child.returncode is None:
-            process.child.send_signal(signal.SIGCONT)
-
-
-def _state(process: Process) -> str:
-    """The kernel's letter for what the process does."""
-    return Path(f"/proc/{process.child.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _shown(replica: fleet_pb2.Replica) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from tests.faults.conftest import Stopwatch
-from tests.faults.rig import BLOCK, HISTORY_LOST, Engine, Rig, stopped
+from tests.faults.engines import Engine, stopped
+from tests.faults.prompts import BLOCK
+from tests.faults.rig import HISTORY_LOST, Rig
 from tests.integration.fleet import Scheduler
 
 SMALL = 160

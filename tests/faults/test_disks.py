@@ -10,7 +10,8 @@ import pytest
 from servingfleet_protos.v1 import routing_pb2
 from servingfleet_sim.wire import free_ports
 from tests.faults.conftest import Stopwatch
-from tests.faults.rig import Rig, killed, reached, request
+from tests.faults.engines import killed, reached
+from tests.faults.rig import Rig, request
 from tests.integration.fleet import PATIENCE_S, Scheduler
 
 FULL = Path("/dev/full")

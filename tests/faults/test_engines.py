@@ -5,18 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tests.faults.conftest import Stopwatch
-from tests.faults.rig import (
-    LIVE,
-    MODEL,
-    UNPROVEN,
-    Engine,
-    Gone,
-    Rig,
-    killed,
-    reached,
-    request,
-    stopped,
-)
+from tests.faults.engines import MODEL, Engine, Gone, killed, reached, stopped
+from tests.faults.rig import LIVE, UNPROVEN, Rig, request
 from tests.integration.fleet import PATIENCE_S, Scheduler
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from servingfleet_protos.v1 import routing_pb2
 from tests.faults.conftest import Stopwatch
-from tests.faults.rig import HISTORY_LOST, UNPROVEN, Rig, Sent, killed, request, stopped
+from tests.faults.engines import killed, stopped
+from tests.faults.rig import HISTORY_LOST, UNPROVEN, Rig, Sent, request
 from tests.faults.test_engines import nothing_is_promised
 from tests.integration.fleet import PATIENCE_S, Scheduler
 

@@ -10,8 +10,9 @@ import pytest
 
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2
 from tests.faults.conftest import Stopwatch
+from tests.faults.engines import MODEL, killed, stopped
 from tests.faults.network import cable_to
-from tests.faults.rig import MODEL, Rig, killed, request, stopped
+from tests.faults.rig import Rig, request
 from tests.faults.test_relays import answered
 from tests.integration.fleet import PATIENCE_S, Scheduler
 

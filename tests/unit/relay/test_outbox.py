@@ -21,10 +21,10 @@ LIMITS = Limits(resend_messages=8, resend_bytes=100_000, waiting_messages=20, wa
 
 
 def snapshot(rank: int) -> Snapshot:
-    yield RelayMessage(snapshot_begin=SnapshotBegin(rank=rank))
+    yield [RelayMessage(snapshot_begin=SnapshotBegin(rank=rank))]
     for number in range(3):
-        yield RelayMessage(delta=Delta(rank=rank, lane=63, parent=number))
-    yield RelayMessage(snapshot_end=SnapshotEnd(rank=rank))
+        yield [RelayMessage(delta=Delta(rank=rank, lane=63, parent=number))]
+    yield [RelayMessage(snapshot_end=SnapshotEnd(rank=rank))]
 
 
 def delta(parent: int) -> Body:

@@ -363,7 +363,10 @@ def test_a_new_engine_life_is_told_before_what_it_holds() -> None:
     assert incarnations[0] == 2
     at = kinds(messages).index("rank_state")
     after = deltas(messages[at:])
-    assert [d.hashes for d in after] == [canonical(tokens(1, start=90))]
+    assert [(d.op, d.hashes) for d in after] == [
+        (Delta.OP_CLEAR, b""),
+        (Delta.OP_HOLD, canonical(tokens(1, start=90))),
+    ]
 
 
 def test_a_lost_history_clears_before_it_rebuilds() -> None:
