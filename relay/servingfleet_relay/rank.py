@@ -58,6 +58,7 @@ class Rank:
         self.numbering = Numbering(
             replay=settings.replay,
             deadline_s=settings.replay_deadline_s,
+            probe_s=settings.probe_s,
             max_held_batches=settings.max_held_batches,
             max_held_bytes=settings.max_held_bytes,
         )

@@ -65,6 +65,8 @@ class _Replay:
     inclusive: bool
     """`start` was applied already: its bytes are compared."""
     progress: float
+    probe: bool = False
+    """Nothing is amiss: asked only in case the last batches before a silence were lost."""
     taken: bool = False
     seen: bool = False
 
@@ -77,10 +79,12 @@ class Sequence:
         *,
         replay: bool,
         deadline_s: float,
+        probe_s: float,
         max_held_batches: int,
         max_held_bytes: int,
     ) -> None:
-        """`replay`: the engine has a replay socket. `deadline_s`: longest silence in a replay.
+        """`replay`: the engine has a replay socket. `deadline_s`: longest silence in a replay. `probe_s`: silence of
+        the engine after which its last batches are asked for.
 
         The bounds are for batches that arrive while a replay is under way.
         """
@@ -89,6 +93,8 @@ class Sequence:
         self.gaps = 0
         self._can_replay = replay
         self._deadline_s = deadline_s
+        self._probe_s = probe_s
+        self._heard = 0.0
         self._max_batches = max_held_batches
         self._max_bytes = max_held_bytes
         self._connected = False
@@ -115,7 +121,7 @@ class Sequence:
         """StreamState and the reason for it, "" if live."""
         if self._unproven:
             return STREAM_STATE_UNPROVEN, self._unproven
-        if self._replay is not None:
+        if self._replay is not None and not self._replay.probe:
             return STREAM_STATE_RESYNCING, f"replay from {self._replay.start} under way"
         if self._incomplete:
             return STREAM_STATE_HISTORY_LOST, self._incomplete
@@ -133,6 +139,7 @@ class Sequence:
         if self._connected:
             return []
         self._connected = True
+        self._heard = now
         if self.applied is None:
             self._unproven = ""
             if self._can_replay:
@@ -168,6 +175,7 @@ class Sequence:
         if not self._connected:
             # Still in the queue of a socket that is gone: the replay after the reconnect covers it.
             return [Ignored("socket_down")]
+        self._heard = now
         steps = self._offer(Apply(seq, payload), now)
         if self._replay is None:
             self._attempts = 0
@@ -219,6 +227,9 @@ class Sequence:
         replay = self._replay
         if replay is None:
             return []
+        if replay.probe and not replay.seen and not self._newer:
+            self._attempts = 0
+            return self._finish(now)
         if self._newer and not replay.seen:
             return [*self._restart(f"{self._newer}; no replay: {reason}"), *self._finish(now)]
         if replay.seen and not self._unproven:
@@ -232,8 +243,18 @@ class Sequence:
 
     def tick(self, now: float) -> list[Step]:
         """Time passes."""
-        if self._replay is not None and now - self._replay.progress > self._deadline_s:
-            return self.replay_failed(f"silent for {self._deadline_s:g} s", now)
+        if self._replay is not None:
+            if now - self._replay.progress > self._deadline_s:
+                return self.replay_failed(f"silent for {self._deadline_s:g} s", now)
+        elif (
+            self._can_replay
+            and self._connected
+            and not self._unproven
+            and now - self._heard >= self._probe_s
+        ):
+            # Only a later batch shows that one was lost, and a silent engine sends none.
+            self._heard = now
+            self._ask(now, probe=True)
         return []
 
     def _accept(self, batch: Apply, now: float) -> list[Step]:
@@ -351,12 +372,12 @@ class Sequence:
             self._ask(now)
         return []
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, now: float, *, probe: bool = False) -> None:
         """Wants a replay from the last batch applied, or from the start."""
         self._attempts += 1
         self.replays += 1
         applied = self.applied
-        self._replay = _Replay(applied or 0, applied is not None, now)
+        self._replay = _Replay(applied or 0, applied is not None, now, probe)
 
     def _prove(self) -> None:
         if self._connected:

@@ -43,6 +43,8 @@ class PipelineSettings:
     """The engine has a replay socket."""
     replay_deadline_s: float = 5.0
     """Longest silence in a replay. An idle vLLM answers within 0.1 s."""
+    probe_s: float = 10.0
+    """Silence of the engine after which its last batches are asked for: a loss shows only in a later batch."""
     max_held_batches: int = 4096
     """Live batches kept while a replay is under way: a minute of a busy engine."""
     max_held_bytes: int = 64 * MIB

@@ -156,7 +156,9 @@ def test_the_schedule_in_which_a_new_lifes_snapshot_overtakes_blocks_of_the_old(
 
 
 def test_a_newer_process_that_no_replay_denies_is_a_restart() -> None:
-    numbering = Numbering(replay=True, deadline_s=1.0, max_held_batches=9, max_held_bytes=999)
+    numbering = Numbering(
+        replay=True, deadline_s=1.0, probe_s=10.0, max_held_batches=9, max_held_bytes=999
+    )
     numbering.socket_up(0.0)
     numbering.replay_failed("no answer", 0.0)
     numbering.live(0, b"old 0", 0.0)

@@ -19,7 +19,9 @@ NOW = 100.0
 
 
 def sequence(*, replay: bool = True, held: int = 100) -> Sequence:
-    return Sequence(replay=replay, deadline_s=5.0, max_held_batches=held, max_held_bytes=10_000)
+    return Sequence(
+        replay=replay, deadline_s=5.0, probe_s=10.0, max_held_batches=held, max_held_bytes=10_000
+    )
 
 
 def batch(seq: int, life: str = "a") -> tuple[int, bytes]:
@@ -340,3 +342,49 @@ def test_an_absurd_jump_costs_no_memory(last: int) -> None:
     steps = numbers.live(last, b"x", NOW)
     assert [type(step) for step in steps] == [Lost, Apply]
     assert isinstance(numbers.live(0, b"y", NOW)[0], Restarted)
+
+
+def test_a_silent_engine_is_asked_whether_its_last_batches_were_lost() -> None:
+    numbers = connected(upto=2)
+    assert numbers.tick(NOW + 9.9) == []
+    assert numbers.take_request() is None
+    numbers.tick(NOW + 10)
+    assert state(numbers) == STREAM_STATE_LIVE, "nothing is amiss yet"
+    assert applied(answer(numbers, range(5))) == [3, 4]
+    assert state(numbers) == STREAM_STATE_LIVE
+    assert kinds(numbers.live(*batch(5), NOW + 11)) == ["Apply"]
+
+
+def test_a_probe_that_finds_nothing_changes_nothing_and_comes_again() -> None:
+    numbers = connected(upto=2)
+    numbers.tick(NOW + 10)
+    assert answer(numbers, range(3)) == []
+    numbers.tick(NOW + 19.9)
+    assert numbers.take_request() is None
+    numbers.tick(NOW + 20)
+    assert numbers.take_request() == 2
+
+
+def test_a_probe_without_an_answer_costs_neither_state_nor_later_replays() -> None:
+    numbers = connected(upto=2)
+    numbers.tick(NOW + 10)
+    assert numbers.take_request() == 2
+    assert applied(numbers.live(*batch(3), NOW + 11)) == []
+    assert applied(numbers.tick(NOW + 16)) == [3], "what was held meanwhile"
+    assert state(numbers) == STREAM_STATE_LIVE
+    numbers.live(*batch(5), NOW + 17)
+    assert applied(answer(numbers, range(6))) == [4, 5]
+
+
+def test_a_probe_notices_another_process() -> None:
+    numbers = connected(upto=2)
+    numbers.tick(NOW + 10)
+    assert "Restarted" in kinds(answer(numbers, range(3), life="b"))
+
+
+def test_no_probe_without_a_replay_socket_or_a_connection() -> None:
+    for numbers in (connected(upto=2, replay=False), connected(upto=2)):
+        if numbers.replays:
+            numbers.socket_down()
+        numbers.tick(NOW + 60)
+        assert numbers.take_request() is None
