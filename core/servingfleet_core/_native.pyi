@@ -199,7 +199,8 @@ class Index:
     def close_credits(self, replica: int, rank: int) -> int:
         """Ends every credit of a rank (a new incarnation)."""
     def match(self, hashes: bytes, prompt_tokens: int, *, no_reuse: bool = False) -> list[Match]:
-        """One entry per known rank, by (replica, rank). `no_reuse`: the request can reuse nothing (all zero).
+        """What ranks would reuse, by (replica, rank). A known rank that is left out can reuse nothing: all its counts
+        are zero. `no_reuse`: the request can reuse nothing, so that all are left out.
         Raises ValueError if the prompt has fewer tokens than its hashes cover."""
     def held(self, replica: int, rank: int) -> list[tuple[int, int]]:
         """(lane, blocks held with either confidence), ascending."""

@@ -93,10 +93,9 @@ class Played:
         self.scheduler = scheduler_at(start)
         self.session = self.scheduler.open_session(start)
         self.session.receive(self.relay.open_link(LINK, start), start)
+        self.published: list[Message] = []
         for rank in settings.ranks:
             self.relay.socket_up(rank, start)
-            self.relay.take_replay_requests()
-            self.relay.replayed(rank, END_OF_REPLAY, start)
         self.open: dict[int, str] = {}
         self.verdicts: list[Verdict] = []
         self.now = start
@@ -114,6 +113,7 @@ class Played:
             self._settle()
             match step:
                 case Message():
+                    self.published.append(step)
                     self.relay.live(step.rank, step.frames, self.now)
                 case Recorded():
                     self._route(step)
@@ -138,6 +138,11 @@ class Played:
     def _settle(self) -> None:
         busy = True
         while busy:
+            for ask in self.relay.take_replay_requests():
+                for message in self.published:
+                    if message.rank == ask.rank and (message.seq or 0) >= ask.start_seq:
+                        self.relay.replayed(ask.rank, [b"", *message.frames], self.now)
+                self.relay.replayed(ask.rank, END_OF_REPLAY, self.now)
             sent = self.relay.take(LINK, 1024)
             for message in sent:
                 self.session.receive(message, self.now)

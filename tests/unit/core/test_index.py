@@ -32,6 +32,25 @@ def only(matches: list[Match]) -> Match:
     return match
 
 
+def test_a_rank_that_can_reuse_nothing_is_left_out() -> None:
+    index, replica = index_of(GPU)
+    assert index.match(PROMPT, 65) == []
+    index.hold(replica, 0, 0, 1, 0, PROMPT)
+    assert index.match(packed(105), 17) == []
+    assert only(index.match(PROMPT, 65)).predicted == 64
+
+
+def test_answers_come_by_replica_and_rank_whoever_stored_first() -> None:
+    index, first = index_of(GPU)
+    second = index.add_replica(Profile([GPU], []))
+    for rank in (7, 2):
+        index.set_rank(second, rank, trusted=True, complete=True)
+    for replica, rank in ((second, 7), (first, 0), (second, 2)):
+        index.hold(replica, rank, 0, 1, 0, PROMPT)
+    found = [(match.replica, match.rank, match.lower) for match in index.match(PROMPT, 65)]
+    assert found == [(first, 0, 64), (second, 2, 64), (second, 7, 64)]
+
+
 def test_a_hole_hides_the_blocks_behind_it_until_it_is_filled() -> None:
     index, replica = index_of(GPU)
     index.hold(replica, 0, 0, 1, 0, PROMPT)
@@ -93,7 +112,7 @@ def test_of_two_credits_for_a_block_one_remains() -> None:
     index.close_credit("a")
     assert only(index.match(PROMPT, 65)).predicted == 32
     assert index.close_credits(replica, 0) == 1
-    assert only(index.match(PROMPT, 65)).predicted == 0
+    assert index.match(PROMPT, 65) == []
 
 
 def test_a_credit_opened_after_a_hold_outlives_one_opened_before() -> None:
@@ -139,7 +158,8 @@ def test_a_request_that_can_reuse_nothing_gets_nothing_from_anybody() -> None:
     index, replica = index_of(GPU)
     index.set_rank(replica, 1, trusted=False, complete=False)
     index.hold(replica, 0, 0, 1, 0, PROMPT)
-    assert [match.upper for match in index.match(PROMPT, 65, no_reuse=True)] == [0, 0]
+    assert len(index.match(PROMPT, 65)) == 2
+    assert index.match(PROMPT, 65, no_reuse=True) == []
 
 
 def test_part_of_a_block_of_small_units_may_be_there() -> None:
@@ -158,10 +178,10 @@ def test_an_index_beyond_its_bound_forgets_the_oldest_and_says_so() -> None:
     index.hold(new, 0, 0, 1, 0, packed(*range(1001, 1061)))
     counts = index.counts()
     assert (counts["entries"], counts["evicted"]) == (60, 60)
-    forgotten, kept = index.match(packed(1), 17)
-    assert (forgotten.predicted, forgotten.upper, kept.upper) == (0, 16, 0)
+    forgotten = only(index.match(packed(1), 17))
+    assert (forgotten.replica, forgotten.predicted, forgotten.upper) == (old, 0, 16)
     index.clear(old, 0)
-    assert index.match(packed(1), 17)[0].upper == 0
+    assert index.match(packed(1), 17) == []
 
 
 def test_memory_is_given_back_when_nobody_holds_a_block() -> None:
