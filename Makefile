@@ -25,6 +25,7 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=bench $(BIN)/mypy bench/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	MYPYPATH=core $(BIN)/python -m mypy.stubtest servingfleet_core._native

@@ -86,7 +86,7 @@ async def play_fleet(
                 RecordedEngine(recording.ranks, recording.adapter)
             )
             replica = f"replica-{number}"
-            arguments = relay_arguments(engine, replica, MODEL, target)
+            arguments = relay_arguments(engine, replica, MODEL, target, recording=recording)
             await stack.enter_async_context(
                 running("servingfleet_relay", arguments, logs / f"{replica}.log")
             )

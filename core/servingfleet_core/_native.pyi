@@ -81,8 +81,9 @@ class Mirror:
     def add_lane(self, lane: int, *, multiset: bool) -> None:
         """`multiset`: each store adds a copy and each removal takes one (vLLM); else presence is a flag (SGLang).
 
-        A store of a multiset lane that starts at the root and names blocks that are already held is ambiguous for
-        those blocks (another copy, or only a report of a hit): such a copy counts as UPPER, never as confirmed."""
+        A store of a multiset lane that starts at the root and names only blocks that are already held is ambiguous
+        (other copies, or only a report of a hit): such a copy counts as UPPER, never as confirmed. Where not all that
+        was stored before is known (`whole`), so is every copy of a block that is held."""
     def stored(
         self,
         lane: int,
@@ -98,16 +99,28 @@ class Mirror:
         media: Sequence[tuple[int, bytes]] = (),
         opaque: bool = False,
         doubtful: bool = False,
+        masked: int = 0,
+        whole: bool = False,
+        places_only: bool = False,
     ) -> list[Delta]:
         """Blocks stored, consecutive after `parent` (None: the root, under `adapter` and `cache_salt`).
 
         `tokens` holds len(hashes)/width * unit_tokens ids (one more with `pairs`), or none for a placeholder whose
-        hashes must be placed already (or become orphans without tokens). `media` is relative to the first token.
+        hashes must be placed already (or become orphans without tokens); where one is placed as the end of such a unit,
+        its copies cover the whole unit. `media` is relative to the first token.
         `opaque`: keys that nobody else can compute: held and counted, never matched.
         `doubtful`: the engine may hold them: the copies count as UPPER (in a lane of flags, earlier ones do, too).
+        `masked`: so many units lie between `parent` and the first that has a hash; `tokens` begin with theirs. Only of
+        whole canonical blocks. How many it is may be a guess: where the parent is unknown, or what is known contradicts,
+        the event is a placeholder.
+        `whole`: all that this engine stored before is known.
+        `places_only`: nothing is stored; blocks that are known and wait for their place learn it.
         Raises Rejected: no_hashes, token_count, unit_size (neither multiple nor divisor of the canonical block),
         self_parent, duplicate_in_event, hash_conflict (same engine hash, other place), mirror_full.
         """
+    def place(self, hash: bytes) -> tuple[int, int] | None:
+        """Hash and number of the canonical blocks up to the end of this engine block. None: its place is unknown, or
+        it ends inside a canonical block."""
     def removed(self, lane: int, hashes: bytes, width: int) -> list[Delta]:
         """Copies removed. A hash that is not held is counted (`removed_unknown`), the others still apply."""
     def cleared(self, lanes: Sequence[int]) -> list[Delta]:

@@ -230,7 +230,7 @@ impl Mirror {
         Ok(self.mirror.add_lane(lane.0, multiset)?)
     }
 
-    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False)")]
+    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false, masked=Int(0), whole=false, places_only=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False, masked=0, whole=False, places_only=False)")]
     #[allow(clippy::too_many_arguments)] // the contract's own
     fn stored(
         &mut self,
@@ -246,6 +246,9 @@ impl Mirror {
         media: PyMedia,
         opaque: bool,
         doubtful: bool,
+        masked: Int<u32>,
+        whole: bool,
+        places_only: bool,
     ) -> PyResult<Vec<Delta>> {
         let event = mirror::Stored {
             lane: lane.0,
@@ -260,8 +263,15 @@ impl Mirror {
             media: &media_of(media)?,
             opaque,
             doubtful,
+            masked: masked.0,
+            whole,
+            places_only,
         };
         Ok(deltas(self.mirror.stored(&event)?))
+    }
+
+    fn place(&self, hash: &[u8]) -> Option<(u64, u32)> {
+        self.mirror.place(hash)
     }
 
     fn removed(&mut self, lane: Int<u32>, hashes: &[u8], width: Int<u32>) -> PyResult<Vec<Delta>> {

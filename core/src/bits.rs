@@ -41,3 +41,49 @@ pub fn copy(words: &mut [u64], at: usize, from: u64) {
         words[word + 1] |= from >> (64 - shift);
     }
 }
+
+/// How many items from the first on are equal.
+pub fn same(one: &[u64], other: &[u64]) -> usize {
+    let (chunks, others) = (one.as_chunks::<8>().0, other.as_chunks::<8>().0);
+    let at = 8 * chunks
+        .iter()
+        .zip(others)
+        .take_while(|(one, other)| one == other)
+        .count();
+    let rest = one[at..].iter().zip(&other[at..]);
+    at + rest.take_while(|(one, other)| one == other).count()
+}
+
+/// Which blocks of a prompt are held: those from the first on, and those in `bits`. Bit i is block i; a short slice
+/// ends in zeros.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Blocks<'a> {
+    /// Blocks `0..prefix`.
+    pub prefix: u64,
+    /// More blocks, mostly none.
+    pub bits: &'a [u64],
+}
+
+impl Blocks<'_> {
+    /// No block is held.
+    pub fn is_empty(&self) -> bool {
+        self.prefix == 0 && self.bits.is_empty()
+    }
+
+    /// Blocks `64 * at..64 * at + 64`.
+    pub fn word(&self, at: u64) -> u64 {
+        let more = self.bits.get(at as usize).copied().unwrap_or(0);
+        match self.prefix.saturating_sub(64 * at) {
+            0 => more,
+            ones => mask(0, ones.min(64)) | more,
+        }
+    }
+
+    /// The first of `0..end` that is not held, or `end`.
+    pub fn first_missing(&self, end: u64) -> u64 {
+        match self.bits.is_empty() {
+            true => self.prefix.min(end),
+            false => first_zero(self.prefix, end, |at| self.word(at)),
+        }
+    }
+}

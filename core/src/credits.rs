@@ -1,6 +1,7 @@
 //! What was dispatched and is not yet confirmed: counts by block and rank, kept beside the tree.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use hashbrown::HashTable;
 
@@ -16,6 +17,8 @@ pub struct Cover {
     pub attention: u32,
     /// Credits that count in window and recurrent lanes.
     pub state: u32,
+    /// Credits that may count there.
+    pub possible: u32,
     /// When a HOLD superseded the credits opened before.
     superseded: u64,
 }
@@ -28,8 +31,8 @@ struct Block {
 struct Credit {
     rank: u32,
     hashes: Box<[u64]>,
-    /// Leading blocks that count in window and recurrent lanes.
-    state_blocks: usize,
+    /// Blocks that count in window and recurrent lanes; those before may.
+    state: Range<usize>,
     opened: u64,
 }
 
@@ -49,7 +52,7 @@ impl Credits {
         decision: &str,
         rank: u32,
         hashes: Vec<u64>,
-        state_blocks: usize,
+        state: Range<usize>,
     ) -> bool {
         if self.open.contains_key(decision) {
             return false;
@@ -72,6 +75,7 @@ impl Credits {
                     named: 0,
                     attention: 0,
                     state: 0,
+                    possible: 0,
                     superseded: 0,
                 });
                 block.covers.len() - 1
@@ -79,13 +83,14 @@ impl Credits {
             let cover = &mut block.covers[known];
             cover.named += 1;
             cover.attention += 1;
-            cover.state += u32::from(at < state_blocks);
+            cover.state += u32::from(state.contains(&at));
+            cover.possible += u32::from(at < state.end);
         }
         let hashes = hashes.into_boxed_slice();
         let credit = Credit {
             rank,
             hashes,
-            state_blocks,
+            state,
             opened: self.clock,
         };
         self.open.insert(decision.to_owned(), credit);
@@ -108,7 +113,8 @@ impl Credits {
             cover.named -= 1;
             if cover.superseded < credit.opened {
                 cover.attention -= 1;
-                cover.state -= u32::from(at < credit.state_blocks);
+                cover.state -= u32::from(credit.state.contains(&at));
+                cover.possible -= u32::from(at < credit.state.end);
             }
             if cover.named == 0 {
                 covers.swap_remove(known);
@@ -141,6 +147,7 @@ impl Credits {
             cover.superseded = self.clock;
             cover.attention = 0;
             cover.state = 0;
+            cover.possible = 0;
         }
     }
 

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use hashbrown::HashTable;
+
 use crate::bits;
 use crate::credits::Credits;
+use crate::hash::spread;
 use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS};
 use crate::tree::{Found, Holder, Tree};
 
@@ -32,6 +35,8 @@ struct Rank {
     /// Holdings were evicted: not complete until cleared and sent again.
     lossy: bool,
     credits: u32,
+    /// Place of its row in the roll.
+    place: u32,
     /// By lane number: holders of confirmed and of UPPER blocks.
     lanes: BTreeMap<u8, [Holder; 2]>,
     plan: Arc<Plan>,
@@ -45,7 +50,7 @@ struct Replica {
 }
 
 /// What one rank is expected to reuse of a prompt, in tokens.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     /// Number from `add_replica`.
     pub replica: u32,
@@ -79,10 +84,51 @@ pub struct Counts {
     pub evicted: u64,
 }
 
+/// A rank's lane, as events name it.
+struct Known {
+    replica: u32,
+    rank: u32,
+    lane: u32,
+    slot: u32,
+    number: u8,
+    holders: [Holder; 2],
+}
+
+/// A rank, in the order of answers.
+struct Row {
+    replica: u32,
+    rank: u32,
+    slot: u32,
+    /// Equal for ranks that answer alike for alike prefixes, if these are all that an answer rests on; or NO_PLAN.
+    plan: u32,
+    /// Blocks of the prompt at hand that are confirmed, from the first on.
+    prefix: u64,
+}
+
+const NO_PLAN: u32 = u32::MAX;
+
+/// The ranks in the order of answers, as of the last change.
+#[derive(Default)]
+struct Roll {
+    stale: bool,
+    rows: Vec<Row>,
+    /// By holder: the place of its row, doubled; odd: holds UPPER blocks.
+    place: Vec<u32>,
+    /// Bit by place: this rank may reuse something of a prompt of which it holds nothing.
+    always: Vec<u64>,
+    /// Some bit of `always` is set.
+    any: bool,
+    /// Bit by place: this rank has something to say of the prompt at hand.
+    seen: Vec<u64>,
+    /// Bit by place: more than the prefix counts.
+    mixed: Vec<u64>,
+}
+
 #[derive(Default)]
 struct CreditBits {
     attention: Vec<u64>,
     state: Vec<u64>,
+    possible: Vec<u64>,
 }
 
 /// Which replica and rank holds which block, in which lane.
@@ -103,8 +149,14 @@ pub struct Index {
     /// By holder: its rank's slot.
     holder_rank: Vec<u32>,
     evicted: u64,
+    /// Lanes that events have named: forgotten when a profile changes or a replica goes.
+    known: HashTable<Known>,
+    roll: Roll,
     found: Found,
+    /// By slot.
     credit_bits: Vec<CreditBits>,
+    /// Slots with credits for the prompt at hand.
+    credited: Vec<u32>,
 }
 
 impl Index {
@@ -124,21 +176,24 @@ impl Index {
             free_holders: Vec::new(),
             holder_rank: Vec::new(),
             evicted: 0,
+            known: HashTable::new(),
+            roll: Roll::default(),
             found: Found::default(),
             credit_bits: Vec::new(),
+            credited: Vec::new(),
         }
     }
 
     /// A new replica; its number is never reused.
     pub fn add_replica(&mut self, profile: &Profile) -> Result<u32, Refusal> {
-        let plan = Plan::new(profile, self.block_tokens).map_err(Refusal::Invalid)?;
+        let plan = self.plan(profile)?;
         let number = self.next_replica;
         self.next_replica += 1;
         self.replicas.insert(
             number,
             Replica {
                 profile: profile.clone(),
-                plan: Arc::new(plan),
+                plan,
             },
         );
         self.look_for_gaps();
@@ -148,7 +203,7 @@ impl Index {
     /// Replaces how a replica is read. Holdings of lanes that are gone are gone.
     pub fn set_profile(&mut self, replica: u32, profile: &Profile) -> Result<(), Refusal> {
         self.replica(replica)?;
-        let plan = Arc::new(Plan::new(profile, self.block_tokens).map_err(Refusal::Invalid)?);
+        let plan = self.plan(profile)?;
         for slot in self.slots_of(replica) {
             let lanes = std::mem::take(&mut self.ranks[slot as usize].lanes);
             for (lane, holders) in lanes {
@@ -168,6 +223,8 @@ impl Index {
             },
         );
         self.look_for_gaps();
+        self.known.clear();
+        self.roll.stale = true;
         Ok(())
     }
 
@@ -186,6 +243,8 @@ impl Index {
         self.slots.retain(|(of, _), _| *of != replica);
         self.replicas.remove(&replica);
         self.look_for_gaps();
+        self.known.clear();
+        self.roll.stale = true;
         Ok(())
     }
 
@@ -200,6 +259,7 @@ impl Index {
         let plan = Arc::clone(&self.replica(replica)?.plan);
         if let Some(&slot) = self.slots.get(&(replica, rank)) {
             let known = &mut self.ranks[slot as usize];
+            self.roll.stale |= (known.trusted, known.complete) != (trusted, complete);
             known.trusted = trusted;
             known.complete = complete;
             return Ok(());
@@ -211,6 +271,7 @@ impl Index {
             complete,
             lossy: false,
             credits: 0,
+            place: 0,
             lanes: BTreeMap::new(),
             plan: Arc::clone(&plan),
             in_plan: Vec::new(),
@@ -227,6 +288,7 @@ impl Index {
         };
         self.slots.insert((replica, rank), slot);
         self.arrange(slot, &plan);
+        self.roll.stale = true;
         Ok(())
     }
 
@@ -240,8 +302,11 @@ impl Index {
         parent: u64,
         hashes: &[u64],
     ) -> Result<u64, Refusal> {
-        let slot = self.slot(replica, rank)?;
-        let number = self.lane(replica, lane)?;
+        let known = self.known(replica, rank, lane);
+        let (slot, number) = match known {
+            Some((slot, number, _)) => (slot, number),
+            None => (self.slot(replica, rank)?, self.lane(replica, lane)?),
+        };
         if confidence != CONFIRMED && confidence != UPPER {
             return Err(Refusal::Invalid(format!(
                 "confidence {confidence}; known: 1 (confirmed), 2 (upper)"
@@ -253,7 +318,10 @@ impl Index {
         if self.tree.is_full() {
             self.evict(self.tree.entries() / 64 * 63);
         }
-        let holders = self.holders(slot, number);
+        let holders = match known {
+            Some((_, _, holders)) => holders,
+            None => self.know(replica, rank, lane, slot, number),
+        };
         let (holder, instead) = match confidence {
             CONFIRMED => (holders[0], holders[1]),
             _ => (holders[1], holders[0]),
@@ -279,6 +347,9 @@ impl Index {
         lane: u32,
         hashes: &[u64],
     ) -> Result<u64, Refusal> {
+        if let Some((_, _, holders)) = self.known(replica, rank, lane) {
+            return Ok(self.tree.drop(holders, hashes));
+        }
         let slot = self.slot(replica, rank)?;
         let number = self.lane(replica, lane)?;
         let holders = self.ranks[slot as usize].lanes.get(&number).copied();
@@ -290,6 +361,7 @@ impl Index {
         let slot = self.slot(replica, rank)?;
         let only = lane.map(|lane| self.lane(replica, lane)).transpose()?;
         if only.is_none() {
+            self.roll.stale |= self.ranks[slot as usize].lossy;
             self.ranks[slot as usize].lossy = false;
         }
         let lanes = self.ranks[slot as usize].lanes.iter();
@@ -314,11 +386,8 @@ impl Index {
     ) -> Result<bool, Refusal> {
         let slot = self.slot(replica, rank)?;
         self.covered(prompt, hashes.len())?;
-        // Window and recurrent states are kept only where a next request could resume: before the last token.
-        let state_blocks = prompt.saturating_sub(1) / u64::from(self.block_tokens);
-        let opened = self
-            .credits
-            .open(decision, slot, hashes, state_blocks as usize);
+        let state = self.ranks[slot as usize].plan.kept_state(prompt);
+        let opened = self.credits.open(decision, slot, hashes, state);
         self.ranks[slot as usize].credits += u32::from(opened);
         Ok(opened)
     }
@@ -344,7 +413,7 @@ impl Index {
         Ok(self.ranks[self.slot(replica, rank)? as usize].credits)
     }
 
-    /// What every known rank is expected to reuse, by (replica, rank).
+    /// What ranks are expected to reuse, by (replica, rank). A rank that is left out can reuse nothing.
     pub fn find(
         &mut self,
         hashes: &[u64],
@@ -353,12 +422,7 @@ impl Index {
     ) -> Result<Vec<Match>, Refusal> {
         self.covered(prompt, hashes.len())?;
         if no_reuse {
-            let zero = |&(replica, rank): &(u32, u32)| Match {
-                replica,
-                rank,
-                ..Match::default()
-            };
-            return Ok(self.slots.keys().map(zero).collect());
+            return Ok(Vec::new());
         }
         self.read_credits(hashes);
         let passes_gaps = self.passes_gaps;
@@ -366,36 +430,135 @@ impl Index {
         self.tree.walk(hashes, &mut self.found, |at| {
             passes_gaps || credits.covers(hashes[at]).is_some()
         });
+        if !self.look() {
+            return Ok(Vec::new());
+        }
+        let Roll { rows, seen, .. } = &self.roll;
+        let count: u32 = seen.iter().map(|word| word.count_ones()).sum();
+        let mut matches: Vec<Match> = Vec::with_capacity(count as usize);
+        let blocks = hashes.len() as u64;
         let mut held = Vec::new();
-        let mut matches = Vec::with_capacity(self.slots.len());
-        for &slot in self.slots.values() {
-            let rank = &self.ranks[slot as usize];
-            held.clear();
-            held.extend(rank.in_plan.iter().map(|holders| match holders {
-                Some([confirmed, upper]) => Held {
-                    confirmed: self.found.of(*confirmed),
-                    upper: self.found.of(*upper),
-                },
-                None => Held::default(),
-            }));
-            let credited = match self.credit_bits.get(slot as usize) {
-                Some(bits) => Credited {
-                    attention: &bits.attention,
-                    state: &bits.state,
-                },
-                None => Credited::default(),
-            };
-            let blocks = hashes.len() as u64;
-            let question = Question {
-                plan: &rank.plan,
-                prompt,
-                blocks,
-                held: &held,
-                credited,
-            };
-            matches.push(rank.answer(&question));
+        // What the last answer rested on, if on nothing but its plan and its prefix.
+        let mut last = (NO_PLAN, 0);
+        let mut answer = Match::default();
+        for (at, (&word, &mixed)) in seen.iter().zip(&self.roll.mixed).enumerate() {
+            let mut word = word;
+            while word != 0 {
+                let bit = word.trailing_zeros();
+                word &= word - 1;
+                let row = &rows[64 * at + bit as usize];
+                let basis = match mixed >> bit & 1 {
+                    0 => (row.plan, row.prefix),
+                    _ => (NO_PLAN, 0),
+                };
+                if basis.0 != NO_PLAN && basis == last {
+                    matches.push(Match {
+                        replica: row.replica,
+                        rank: row.rank,
+                        ..answer
+                    });
+                    continue;
+                }
+                last = basis;
+                let rank = &self.ranks[row.slot as usize];
+                held.clear();
+                held.extend(rank.in_plan.iter().map(|holders| match holders {
+                    Some([confirmed, upper]) => Held {
+                        confirmed: self.found.of(*confirmed),
+                        upper: self.found.of(*upper),
+                    },
+                    None => Held::default(),
+                }));
+                let credited = match self.credit_bits.get(row.slot as usize) {
+                    Some(bits) => Credited {
+                        attention: &bits.attention,
+                        state: &bits.state,
+                        possible: &bits.possible,
+                    },
+                    None => Credited::default(),
+                };
+                let question = Question {
+                    plan: &rank.plan,
+                    prompt,
+                    blocks,
+                    held: &held,
+                    credited,
+                };
+                answer = rank.answer(&question);
+                matches.push(answer);
+            }
         }
         Ok(matches)
+    }
+
+    /// Which ranks have something to say of the prompt at hand, and what it rests on. False: none has.
+    fn look(&mut self) -> bool {
+        if self.roll.stale {
+            self.call();
+        }
+        let roll = &mut self.roll;
+        if self.found.holders().is_empty() && self.credited.is_empty() && !roll.any {
+            return false;
+        }
+        roll.seen.clone_from(&roll.always);
+        roll.mixed.clone_from(&roll.always);
+        // Holders are met about in the order of their ranks: a word is filled before it is stored.
+        let (mut at, mut seen) = (0, 0);
+        for (holder, prefix) in self.found.prefixes() {
+            let place = roll.place[holder as usize] as usize;
+            let bit = 1 << (place / 2 % 64);
+            if place / 128 != at {
+                roll.seen[at] |= seen;
+                (at, seen) = (place / 128, 0);
+            }
+            seen |= bit;
+            match place % 2 {
+                // 0 if only blocks behind a hole are held.
+                0 => roll.rows[place / 2].prefix = prefix,
+                _ => roll.mixed[at] |= bit,
+            }
+        }
+        if seen != 0 {
+            roll.seen[at] |= seen;
+        }
+        for &slot in &self.credited {
+            let place = self.ranks[slot as usize].place as usize;
+            roll.seen[place / 64] |= 1 << (place % 64);
+            roll.mixed[place / 64] |= 1 << (place % 64);
+        }
+        true
+    }
+
+    /// Makes the roll anew.
+    fn call(&mut self) {
+        let roll = &mut self.roll;
+        let words = self.slots.len().div_ceil(64);
+        roll.stale = false;
+        roll.rows.clear();
+        roll.place.clear();
+        roll.place.resize(self.holder_rank.len(), 0);
+        roll.always.clear();
+        roll.always.resize(words, 0);
+        let mut plans: BTreeMap<*const Plan, u32> = BTreeMap::new();
+        for (place, &slot) in self.slots.values().enumerate() {
+            let rank = &mut self.ranks[slot as usize];
+            rank.place = place as u32;
+            for [confirmed, upper] in rank.lanes.values() {
+                roll.place[*confirmed as usize] = 2 * rank.place;
+                roll.place[*upper as usize] = 2 * rank.place + 1;
+            }
+            roll.always[place / 64] |= u64::from(rank.always()) << (place % 64);
+            let next = plans.len() as u32;
+            let plan = *plans.entry(Arc::as_ptr(&rank.plan)).or_insert(next);
+            roll.rows.push(Row {
+                replica: rank.replica,
+                rank: rank.rank,
+                slot,
+                plan: if rank.plan.plain { plan } else { NO_PLAN },
+                prefix: 0,
+            });
+        }
+        roll.any = roll.always.iter().any(|word| *word != 0);
     }
 
     /// (lane, blocks held with either confidence), ascending.
@@ -447,6 +610,16 @@ impl Index {
         }
     }
 
+    /// Equal profiles share a plan: ranks of one plan that hold the same get the same answer.
+    fn plan(&self, profile: &Profile) -> Result<Arc<Plan>, Refusal> {
+        let mut known = self.replicas.values();
+        if let Some(equal) = known.find(|known| known.profile == *profile) {
+            return Ok(Arc::clone(&equal.plan));
+        }
+        let plan = Plan::new(profile, self.block_tokens).map_err(Refusal::Invalid)?;
+        Ok(Arc::new(plan))
+    }
+
     fn look_for_gaps(&mut self) {
         let mut plans = self.replicas.values().map(|replica| &replica.plan);
         self.passes_gaps = plans.any(|plan| plan.passes_gaps);
@@ -468,6 +641,27 @@ impl Index {
             .range((replica, 0)..=(replica, u32::MAX))
             .map(|(_, slot)| *slot)
             .collect()
+    }
+
+    fn known(&self, replica: u32, rank: u32, lane: u32) -> Option<(u32, u8, [Holder; 2])> {
+        let same = |known: &Known| (known.replica, known.rank, known.lane) == (replica, rank, lane);
+        let known = self.known.find(Known::key(replica, rank, lane), same)?;
+        Some((known.slot, known.number, known.holders))
+    }
+
+    fn know(&mut self, replica: u32, rank: u32, lane: u32, slot: u32, number: u8) -> [Holder; 2] {
+        let holders = self.holders(slot, number);
+        let known = Known {
+            replica,
+            rank,
+            lane,
+            slot,
+            number,
+            holders,
+        };
+        let key = |known: &Known| Known::key(known.replica, known.rank, known.lane);
+        self.known.insert_unique(key(&known), known, key);
+        holders
     }
 
     fn lane(&self, replica: u32, lane: u32) -> Result<u8, Refusal> {
@@ -494,6 +688,7 @@ impl Index {
             return *holders;
         }
         let holders = [self.new_holder(slot), self.new_holder(slot)];
+        self.roll.stale = true;
         let rank = &mut self.ranks[slot as usize];
         rank.lanes.insert(lane, holders);
         let plan = self
@@ -556,9 +751,11 @@ impl Index {
     }
 
     fn read_credits(&mut self, hashes: &[u64]) {
-        for bits in &mut self.credit_bits {
+        for slot in self.credited.drain(..) {
+            let bits = &mut self.credit_bits[slot as usize];
             bits.attention.clear();
             bits.state.clear();
+            bits.possible.clear();
         }
         if self.credits.is_empty() {
             return;
@@ -574,9 +771,13 @@ impl Index {
             };
             for cover in covers {
                 let bits = &mut self.credit_bits[cover.rank as usize];
+                if bits.attention.is_empty() && bits.possible.is_empty() {
+                    self.credited.push(cover.rank);
+                }
                 for (count, bits) in [
                     (cover.attention, &mut bits.attention),
                     (cover.state, &mut bits.state),
+                    (cover.possible, &mut bits.possible),
                 ] {
                     if count > 0 {
                         bits.resize(words, 0);
@@ -593,13 +794,25 @@ impl Index {
         for holder in losers {
             let slot = self.holder_rank[holder as usize];
             if let Some(rank) = self.ranks.get_mut(slot as usize) {
+                self.roll.stale |= !rank.lossy;
                 rank.lossy = true;
             }
         }
     }
 }
 
+impl Known {
+    fn key(replica: u32, rank: u32, lane: u32) -> u64 {
+        spread(u64::from(replica) << 32 | u64::from(rank) << 6 ^ u64::from(lane))
+    }
+}
+
 impl Rank {
+    /// It may reuse something of a prompt of which it holds nothing.
+    fn always(&self) -> bool {
+        !self.trusted || !self.complete || self.lossy || !self.plan.needs_blocks
+    }
+
     fn answer(&self, question: &Question<'_>) -> Match {
         let mut answer = Match {
             replica: self.replica,

@@ -69,6 +69,12 @@ pub struct Stored<'a> {
     pub opaque: bool,
     /// The engine may hold it: the copies count as UPPER.
     pub doubtful: bool,
+    /// Units of `tokens` before the first that has a hash: the engine does not keep them.
+    pub masked: u32,
+    /// All that was stored before is known.
+    pub whole: bool,
+    /// Nothing is stored: blocks that are known learn their place.
+    pub places_only: bool,
 }
 
 /// Totals since the mirror was made.
@@ -292,6 +298,12 @@ impl Mirror {
     /// Forgets a snapshot.
     pub fn end_snapshot(&mut self, number: u64) {
         self.snapshots.remove(&number);
+    }
+
+    /// Hash and number of the canonical blocks up to the end of a unit that is placed and ends with a block.
+    pub fn place(&self, key: &[u8]) -> Option<(u64, u32)> {
+        let spot = self.units.get(self.units.find(key)?)?.spot()?;
+        spot.tail.is_none().then_some((spot.chain, spot.depth))
     }
 
     /// Canonical hashes held with this confidence, ascending.

@@ -3,7 +3,9 @@
 //! The walk goes tier by tier, fastest first, and never back. In each tier it looks for the largest boundary that all
 //! layer groups accept, beyond what faster tiers gave, at most what an engine reports for that tier.
 
-use crate::bits;
+use std::ops::Range;
+
+use crate::bits::{self, Blocks};
 
 /// Number of tiers: gpu, host, disk, shared.
 pub const TIERS: usize = 4;
@@ -20,7 +22,7 @@ pub enum Class {
 }
 
 /// A tier times a state class.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// Number in deltas, below 64.
     pub number: u8,
@@ -37,7 +39,7 @@ pub struct Lane {
 }
 
 /// What a hit in a tier may report.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// At most the whole prompt; else all but its last token.
     pub whole_prompt: bool,
@@ -58,7 +60,7 @@ impl Default for Rule {
 }
 
 /// How to read a replica's holdings.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
     /// In the order of their numbers.
     pub lanes: Vec<Lane>,
@@ -94,9 +96,9 @@ pub struct Plan {
     /// Some lane has units smaller than a block, of which only whole blocks are known.
     small: bool,
     /// Who holds nothing can resume nothing.
-    needs_blocks: bool,
+    pub needs_blocks: bool,
     /// One lane, of attention, with units of whole blocks.
-    plain: bool,
+    pub plain: bool,
 }
 
 /// Tokens by tier, in the three views.
@@ -110,22 +112,24 @@ pub struct Views {
     pub upper: [u64; TIERS],
 }
 
-/// Which blocks of a prompt one rank holds. Bit i is block i; a short slice ends in zeros.
+/// Which blocks of a prompt one rank holds.
 #[derive(Clone, Copy, Default)]
 pub struct Held<'a> {
     /// Confirmed by events.
-    pub confirmed: &'a [u64],
+    pub confirmed: Blocks<'a>,
     /// Perhaps.
-    pub upper: &'a [u64],
+    pub upper: Blocks<'a>,
 }
 
-/// Which blocks are credited, in GPU lanes.
+/// Which blocks are credited, in GPU lanes. Bit i is block i; a short slice ends in zeros.
 #[derive(Clone, Copy, Default)]
 pub struct Credited<'a> {
     /// In attention lanes.
     pub attention: &'a [u64],
-    /// In window and recurrent lanes.
+    /// In window and recurrent lanes: the state at the last boundary where a next request can resume.
     pub state: &'a [u64],
+    /// There, too: what may be kept before it, where prompts part.
+    pub possible: &'a [u64],
 }
 
 /// What counts as held.
@@ -255,6 +259,27 @@ impl Plan {
         })
     }
 
+    /// Blocks of a prompt whose window and recurrent state its prefill leaves on the GPU: an engine keeps it only where
+    /// a next request can resume, at the last boundary before the last token.
+    pub fn kept_state(&self, prompt: u64) -> Range<usize> {
+        let before_last = prompt.saturating_sub(1);
+        let kept = self.lanes.iter().filter(|lane| lane.tier == 0);
+        let kept = kept.filter_map(|lane| {
+            let unit = u64::from(lane.unit);
+            let units = match lane.class {
+                Class::Attention => return None,
+                Class::Window(window) => u64::from(window).saturating_sub(1).div_ceil(unit),
+                Class::Recurrent => 1,
+            };
+            let end = floor(before_last, unit);
+            let begin = end.saturating_sub(units.saturating_mul(unit));
+            Some((begin / self.block, end / self.block))
+        });
+        let all = kept.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+        let (begin, end) = all.unwrap_or((0, before_last / self.block));
+        begin as usize..end as usize
+    }
+
     /// The most that an engine could report for a prompt, in tokens.
     pub fn most(&self, prompt: u64) -> u64 {
         let most = self
@@ -268,7 +293,7 @@ impl Plan {
 impl Question<'_> {
     /// The three views, each worked out only where it can differ from the one before.
     pub fn views(&self) -> Views {
-        let credited = !self.credited.attention.is_empty() || !self.credited.state.is_empty();
+        let credited = !self.credited.attention.is_empty() || !self.credited.possible.is_empty();
         let doubted = self.held.iter().any(|held| !held.upper.is_empty());
         let confirmed = self.held.iter().any(|held| !held.confirmed.is_empty());
         if self.plan.needs_blocks && !credited && !doubted && !confirmed {
@@ -282,10 +307,15 @@ impl Question<'_> {
             true => self.resumed(View::Predicted),
             false => lower,
         };
-        let upper = match doubted || self.plan.small {
+        let upper = match doubted || self.plan.small || !self.credited.possible.is_empty() {
             true => self.resumed(View::Upper),
             false => predicted,
         };
+        // A fast tier that gives more may leave less than a unit to a slower one, and the sum is less then.
+        let sum = |view: &[u64; TIERS]| view.iter().sum::<u64>();
+        let mut ordered = [predicted, lower, upper];
+        ordered.sort_by_key(sum);
+        let [lower, _, upper] = ordered;
         Views {
             lower,
             predicted,
@@ -298,8 +328,7 @@ impl Question<'_> {
         let mut by_tier = [0; TIERS];
         for stage in &self.plan.stages {
             let held = self.held.first().copied().unwrap_or_default().confirmed;
-            let word = |at: u64| held.get(at as usize).copied().unwrap_or(0);
-            let reach = bits::first_zero(0, self.blocks, word) * self.plan.block;
+            let reach = held.first_missing(self.blocks) * self.plan.block;
             let most = self
                 .prompt
                 .saturating_sub(u64::from(!stage.rule.whole_prompt));
@@ -318,6 +347,9 @@ impl Question<'_> {
             // Two tiers of small units may share a block that neither holds as a whole.
             let bridged = view == View::Upper && small && ragged;
             let mut reach = self.boundary(stage, view, claim, bridged).max(claim);
+            if reach - claim < stage.step {
+                reach = claim; // what is loaded is whole units, at least one
+            }
             if view == View::Upper && small {
                 // Units of the next block may be there: only whole blocks are known.
                 let most = reach + (self.plan.block - stage.step);
@@ -397,24 +429,26 @@ impl Question<'_> {
     }
 
     fn word(&self, stage: &Stage, group: &Group, view: View, word: u64) -> u64 {
-        let at = word as usize;
-        let read = |bits: &[u64]| bits.get(at).copied().unwrap_or(0);
+        let read = |bits: &[u64]| bits.get(word as usize).copied().unwrap_or(0);
         let mut found = 0;
         for &lane in &group.lanes {
             let held = self.held.get(lane).copied().unwrap_or_default();
-            found |= read(held.confirmed);
+            found |= held.confirmed.word(word);
             let upper = match view {
                 View::Lower => false,
                 View::Predicted => self.plan.lanes[lane].upper_in_predicted,
                 View::Upper => true,
             };
             if upper {
-                found |= read(held.upper);
+                found |= held.upper.word(word);
             }
         }
         if stage.tier == 0 && view != View::Lower {
             found |= read(match group.class {
                 Class::Attention => self.credited.attention,
+                Class::Window(_) | Class::Recurrent if view == View::Upper => {
+                    self.credited.possible
+                }
                 Class::Window(_) | Class::Recurrent => self.credited.state,
             });
         }

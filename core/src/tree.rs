@@ -1,13 +1,15 @@
-//! Which holder holds which block: runs of consecutive blocks, one bitmap for each holder of a run.
+//! Which holder holds which block: runs of consecutive blocks and who holds them. Where all holders of a run hold the
+//! same blocks of it, as they mostly do, one bitmap speaks for all; else each has its own.
 //!
 //! A chained hash names a whole prefix, so a block is found by its hash alone and a run never needs splitting. What
 //! keeps it exact: a hash held by anybody sits in exactly one slot, and the table points at it. Which slot only decides
 //! how fast a prompt is walked. A slot that nobody holds is zeroed (`NO_BLOCK`) and leaves the table.
 
 use hashbrown::HashTable;
-use hashbrown::hash_table::Entry;
+use hashbrown::hash_table;
+use smallvec::SmallVec;
 
-use crate::bits;
+use crate::bits::{self, Blocks};
 use crate::hash::{NO_BLOCK, spread};
 
 const RUN_BLOCKS: usize = 64;
@@ -22,20 +24,143 @@ pub type Holder = u32;
 struct Run {
     /// At most 64; zero where nobody holds the block.
     hashes: Vec<u64>,
-    holders: Vec<(Holder, u64)>,
+    /// Most runs have few.
+    holders: SmallVec<[Holder; 4]>,
+    /// Slots that each holder holds, in the order of `holders`; empty: each holds `common`.
+    masks: Vec<u64>,
+    common: u64,
     /// Where the walk usually goes on after the last slot.
-    next: u32,
+    next: Entry,
     /// When it was last stored to or matched.
     touched: u64,
 }
 
-#[derive(Default)]
+impl Run {
+    /// Heap bytes, as asked of the allocator.
+    fn bytes(&self) -> usize {
+        let holders = match self.holders.spilled() {
+            true => self.holders.capacity() * size_of::<Holder>(),
+            false => 0,
+        };
+        (self.hashes.capacity() + self.masks.capacity()) * size_of::<u64>() + holders
+    }
+
+    fn position(&self, holder: Holder) -> Option<usize> {
+        // `contains` compares many at once, `position` one by one.
+        let chunks = self.holders.chunks(32);
+        let (chunk, holders) = chunks
+            .enumerate()
+            .find(|(_, holders)| holders.contains(&holder))?;
+        let within = holders.iter().position(|of| *of == holder)?;
+        Some(chunk * 32 + within)
+    }
+
+    fn mask(&self, at: usize) -> u64 {
+        self.masks.get(at).copied().unwrap_or(self.common)
+    }
+
+    /// Slots that anybody holds.
+    fn held(&self) -> u64 {
+        if self.holders.is_empty() {
+            return 0;
+        }
+        match self.masks.is_empty() {
+            true => self.common,
+            false => self.masks.iter().fold(0, |all, mask| all | mask),
+        }
+    }
+
+    /// Returns the slots that were not held, and whether the holder is new to the run.
+    fn set(&mut self, holder: Holder, mask: u64) -> (u64, bool) {
+        if let Some(at) = self.position(holder) {
+            let held = self.mask(at);
+            if mask & !held != 0 {
+                self.put(at, held | mask);
+            }
+            return (mask & !held, false);
+        }
+        if self.holders.is_empty() {
+            self.common = mask;
+        } else if self.masks.is_empty() && mask != self.common {
+            self.split();
+        }
+        self.holders.push(holder);
+        if !self.masks.is_empty() {
+            // They differed before, so that they differ now.
+            self.masks.push(mask);
+        }
+        (mask, true)
+    }
+
+    /// Returns the slots that were held, and whether the holder has none left.
+    fn unset(&mut self, at: usize, mask: u64) -> (u64, bool) {
+        let held = self.mask(at);
+        let gone = held & mask;
+        if gone == held {
+            self.holders.swap_remove(at);
+            if !self.masks.is_empty() {
+                self.masks.swap_remove(at);
+                self.join();
+            }
+            return (gone, true);
+        }
+        if gone != 0 {
+            self.put(at, held & !mask);
+        }
+        (gone, false)
+    }
+
+    fn put(&mut self, at: usize, mask: u64) {
+        if self.holders.len() == 1 {
+            self.common = mask;
+            return;
+        }
+        if self.masks.is_empty() {
+            self.split();
+        }
+        self.masks[at] = mask;
+        self.join();
+    }
+
+    fn split(&mut self) {
+        self.masks = vec![self.common; self.holders.len()];
+    }
+
+    fn join(&mut self) {
+        let [first, .., last] = self.masks[..] else {
+            if let [only] = self.masks[..] {
+                self.common = only;
+                self.masks = Vec::new();
+            }
+            return;
+        };
+        // The ends differ while holders go through the same change one after the other.
+        if first == last && self.masks.iter().all(|mask| *mask == first) {
+            self.common = first;
+            self.masks = Vec::new();
+        }
+    }
+}
+
 struct Holdings {
     blocks: u64,
     /// Runs where it holds something now.
     live: usize,
     /// Those and some where it did: stale and double entries are weeded out as it grows.
     runs: Vec<u32>,
+    /// Where the last block that it stored lay: what it stores next usually follows.
+    last: u32,
+}
+
+impl Default for Holdings {
+    fn default() -> Self {
+        Holdings {
+            blocks: 0,
+            live: 0,
+            runs: Vec::new(),
+            last: NOWHERE,
+        }
+    }
 }
 
 /// A stretch of a prompt that lies in one run.
@@ -43,6 +168,38 @@ struct Segment {
     run: u32,
     slot: usize,
     blocks: usize,
+}
+
+/// What the table holds of a block: where it lies, and part of its hash, so that a table that grows needs no look at
+/// the blocks.
+#[derive(Clone, Copy)]
+struct Entry {
+    place: u32,
+    tag: u32,
+}
+
+impl Default for Entry {
+    fn default() -> Self {
+        Entry {
+            place: NOWHERE,
+            tag: 0,
+        }
+    }
+}
+
+impl Entry {
+    fn key(&self) -> u64 {
+        key(self.tag)
+    }
+}
+
+fn tag(hash: u64) -> u32 {
+    (spread(hash) >> 32) as u32
+}
+
+/// The table's own hash: it looks at the high bits and the low ones.
+fn key(tag: u32) -> u64 {
+    spread(u64::from(tag))
 }
 
 fn pack(run: u32, slot: usize) -> u32 {
@@ -56,7 +213,7 @@ fn unpack(place: u32) -> (u32, usize) {
 /// The blocks of one model and who holds them.
 #[derive(Default)]
 pub struct Tree {
-    table: HashTable<u32>,
+    table: HashTable<Entry>,
     runs: Vec<Run>,
     free_runs: Vec<u32>,
     holders: Vec<Holdings>,
@@ -66,49 +223,130 @@ pub struct Tree {
     run_bytes: usize,
 }
 
+/// What one holder holds of a prompt.
+#[derive(Clone, Copy)]
+struct Met {
+    /// Blocks from the first on.
+    prefix: usize,
+    /// Where the bits of the blocks behind a hole begin, or NOWHERE.
+    bits: u32,
+}
+
 /// What a prompt finds: the holders of any of its blocks, and which blocks.
 #[derive(Default)]
 pub struct Found {
     words: usize,
     /// By holder: position in `met`, or NOWHERE.
     position: Vec<u32>,
-    met: Vec<Holder>,
+    holders: Vec<Holder>,
+    met: Vec<Met>,
     bits: Vec<u64>,
 }
 
 impl Found {
-    /// Words of bits for each holder.
-    pub fn words(&self) -> usize {
-        self.words
+    /// Who holds any block of the prompt, in no order.
+    pub fn holders(&self) -> &[Holder] {
+        &self.holders
     }
 
-    /// Which blocks of the prompt a holder holds: empty if none.
-    pub fn of(&self, holder: Holder) -> &[u64] {
-        match self.position.get(holder as usize) {
-            Some(&at) if at != NOWHERE => &self.bits[at as usize * self.words..][..self.words],
-            _ => &[],
+    /// Each of them with the blocks that it holds from the first on.
+    pub fn prefixes(&self) -> impl Iterator<Item = (Holder, u64)> {
+        let prefixes = self.met.iter().map(|met| met.prefix as u64);
+        self.holders.iter().copied().zip(prefixes)
+    }
+
+    /// Which blocks of the prompt a holder holds.
+    pub fn of(&self, holder: Holder) -> Blocks<'_> {
+        let at = self.position.get(holder as usize);
+        let Some(met) = at.and_then(|&at| self.met.get(at as usize)) else {
+            return Blocks::default();
+        };
+        let bits = match met.bits {
+            NOWHERE => &[][..],
+            start => &self.bits[start as usize..][..self.words],
+        };
+        Blocks {
+            prefix: met.prefix as u64,
+            bits,
         }
     }
 
     fn reset(&mut self, blocks: usize, holders: usize) {
-        for holder in self.met.drain(..) {
+        for holder in self.holders.drain(..) {
             self.position[holder as usize] = NOWHERE;
         }
         self.position.resize(holders, NOWHERE);
+        self.met.clear();
         self.bits.clear();
         // One word more, so that a stretch may straddle the end.
         self.words = blocks.div_ceil(64) + 1;
     }
 
-    fn add(&mut self, holder: Holder, at: usize, from: u64) {
+    fn meet(&mut self, holder: Holder) -> usize {
         let position = &mut self.position[holder as usize];
         if *position == NOWHERE {
             *position = self.met.len() as u32;
-            self.met.push(holder);
-            self.bits.resize(self.met.len() * self.words, 0);
+            self.holders.push(holder);
+            self.met.push(Met {
+                prefix: 0,
+                bits: NOWHERE,
+            });
         }
-        let start = *position as usize * self.words;
-        bits::copy(&mut self.bits[start..start + self.words], at, from);
+        *position as usize
+    }
+
+    /// All of `holders` hold blocks `at..at + blocks`.
+    fn add_all(&mut self, holders: &[Holder], at: usize, blocks: usize) {
+        if at == 0 && self.holders.is_empty() {
+            for (position, &holder) in holders.iter().enumerate() {
+                self.position[holder as usize] = position as u32;
+            }
+            self.holders.extend_from_slice(holders);
+            self.met.resize(
+                holders.len(),
+                Met {
+                    prefix: blocks,
+                    bits: NOWHERE,
+                },
+            );
+            return;
+        }
+        for &holder in holders {
+            let position = self.meet(holder);
+            let met = &mut self.met[position];
+            if met.prefix == at && met.bits == NOWHERE {
+                met.prefix += blocks;
+                continue;
+            }
+            for from in (0..blocks).step_by(64) {
+                let ones = bits::mask(0, (blocks - from).min(64) as u64);
+                self.add_bits(position, at + from, ones);
+            }
+        }
+    }
+
+    /// A holder holds the blocks of the low bits of `held`, from block `at` on. Stretches come in order.
+    fn add(&mut self, holder: Holder, at: usize, mut held: u64) {
+        let position = self.meet(holder);
+        let met = &mut self.met[position];
+        if met.prefix == at && met.bits == NOWHERE {
+            let ones = held.trailing_ones();
+            met.prefix += ones as usize;
+            held &= u64::MAX.checked_shl(ones).unwrap_or(0);
+        }
+        if held != 0 {
+            self.add_bits(position, at, held);
+        }
+    }
+
+    fn add_bits(&mut self, position: usize, at: usize, held: u64) {
+        let met = &mut self.met[position];
+        if met.bits == NOWHERE {
+            met.bits = self.bits.len() as u32;
+            self.bits.resize(self.bits.len() + self.words, 0);
+        }
+        let start = met.bits as usize;
+        bits::copy(&mut self.bits[start..start + self.words], at, held);
     }
 }
 
@@ -159,12 +397,12 @@ impl Tree {
         self.clock += 1;
         let mut new = 0;
         let mut at = 0;
-        let mut before = NOWHERE;
+        let mut before = self.behind(holder, parent);
         while at < hashes.len() {
             let segment = match self.find(hashes, at, before) {
                 Some(segment) => segment,
                 None => {
-                    if at == 0 {
+                    if at == 0 && before == NOWHERE {
                         before = self.place(parent).unwrap_or(NOWHERE);
                     }
                     self.add(hashes, at, before)
@@ -173,11 +411,23 @@ impl Tree {
             let mask = bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
             self.runs[segment.run as usize].touched = self.clock;
             new += self.set(segment.run, holder, mask);
-            self.unset(segment.run, instead, mask);
+            if self.holders[instead as usize].live > 0 {
+                self.unset(segment.run, instead, mask);
+            }
             before = pack(segment.run, segment.slot + segment.blocks - 1);
             at += segment.blocks;
         }
+        self.holders[holder as usize].last = before;
         new
+    }
+
+    /// Where `parent` lies, if it is what the holder stored last.
+    fn behind(&self, holder: Holder, parent: u64) -> u32 {
+        let last = self.holders[holder as usize].last;
+        match parent != NO_BLOCK && self.hash_at(last) == parent {
+            true => last,
+            false => NOWHERE,
+        }
     }
 
     /// Neither of the two holders holds the blocks; returns how many were held by either.
@@ -185,23 +435,48 @@ impl Tree {
         let mut dropped = 0;
         let mut at = 0;
         let mut before = NOWHERE;
+        let (mut run, mut mask) = (NOWHERE, 0);
         while at < hashes.len() {
-            let Some(segment) = self.find(hashes, at, before) else {
+            let Some(mut segment) = self.find(hashes, at, before) else {
                 before = NOWHERE;
                 at += 1;
                 continue;
             };
-            let mask = bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
-            let mut gone = 0;
-            for holder in holders {
-                gone |= self.unset(segment.run, holder, mask);
+            if segment.run != run {
+                dropped += self.drop_slots(holders, run, mask);
+                (run, mask) = (segment.run, 0);
             }
-            dropped += u64::from(gone.count_ones());
-            self.sweep(segment.run, gone);
-            before = pack(segment.run, segment.slot + segment.blocks - 1);
             at += segment.blocks;
+            before = pack(segment.run, segment.slot + segment.blocks - 1);
+            if segment.blocks == 1 {
+                // Engines evict from the end.
+                let slots = self.runs[run as usize].hashes[..segment.slot].iter().rev();
+                let same = slots.zip(&hashes[at..]);
+                let back = same
+                    .take_while(|(slot, hash)| slot == hash && **slot != NO_BLOCK)
+                    .count();
+                segment.slot -= back;
+                segment.blocks += back;
+                at += back;
+                before -= back as u32;
+            }
+            mask |= bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
         }
-        dropped
+        dropped + self.drop_slots(holders, run, mask)
+    }
+
+    fn drop_slots(&mut self, holders: [Holder; 2], run: u32, mask: u64) -> u64 {
+        if mask == 0 {
+            return 0;
+        }
+        let mut gone = 0;
+        for holder in holders {
+            if self.holders[holder as usize].live > 0 {
+                gone |= self.unset(run, holder, mask);
+            }
+        }
+        self.sweep(run, gone);
+        u64::from(gone.count_ones())
     }
 
     /// The holder holds nothing; returns how many blocks it held.
@@ -222,11 +497,7 @@ impl Tree {
         let mut hashes = Vec::new();
         for run in runs {
             let run = &self.runs[run as usize];
-            let mask = run
-                .holders
-                .iter()
-                .find(|(of, _)| *of == holder)
-                .map_or(0, |(_, mask)| *mask);
+            let mask = run.position(holder).map_or(0, |at| run.mask(at));
             let slots = run
                 .hashes
                 .iter()
@@ -243,8 +514,17 @@ impl Tree {
         self.clock += 1;
         let mut at = 0;
         let mut before = NOWHERE;
+        // Blocks `from..at` lie in runs with the same holders as `stretch`, who hold all of them.
+        let (mut stretch, mut from) = (NOWHERE, 0);
         while at < hashes.len() {
-            let Some(segment) = self.find(hashes, at, before) else {
+            let segment = self.find(hashes, at, before);
+            let run = segment.as_ref().map(|segment| segment.run);
+            if stretch != NOWHERE && !run.is_some_and(|run| self.alike(stretch, run)) {
+                let holders = &self.runs[stretch as usize].holders;
+                found.add_all(holders, from, at - from);
+                stretch = NOWHERE;
+            }
+            let Some(segment) = segment else {
                 if !go_on(at) {
                     break;
                 }
@@ -254,16 +534,31 @@ impl Tree {
             };
             let run = &mut self.runs[segment.run as usize];
             run.touched = self.clock;
-            let mask = bits::mask(0, segment.blocks as u64);
-            for &(holder, held) in &run.holders {
-                let held = held >> segment.slot & mask;
-                if held != 0 {
-                    found.add(holder, at, held);
+            if run.masks.is_empty() {
+                if stretch == NOWHERE {
+                    (stretch, from) = (segment.run, at);
+                }
+            } else {
+                let ones = bits::mask(0, segment.blocks as u64);
+                for (&holder, mask) in run.holders.iter().zip(&run.masks) {
+                    let held = mask >> segment.slot & ones;
+                    if held != 0 {
+                        found.add(holder, at, held);
+                    }
                 }
             }
             before = pack(segment.run, segment.slot + segment.blocks - 1);
             at += segment.blocks;
         }
+        if stretch != NOWHERE {
+            found.add_all(&self.runs[stretch as usize].holders, from, at - from);
+        }
+    }
+
+    /// All holders of the one hold all of either run.
+    fn alike(&self, one: u32, other: u32) -> bool {
+        let (run, other_run) = (&self.runs[one as usize], &self.runs[other as usize]);
+        one == other || other_run.masks.is_empty() && run.holders == other_run.holders
     }
 
     /// Drops the runs touched longest ago until at most `entries` pairs are left; returns the holders that lost some,
@@ -280,16 +575,12 @@ impl Tree {
             if self.entries <= entries {
                 break;
             }
-            let holders: Vec<Holder> = self.runs[run as usize]
-                .holders
-                .iter()
-                .map(|(of, _)| *of)
-                .collect();
-            for holder in holders {
-                let gone = self.unset(run, holder, u64::MAX);
-                self.sweep(run, gone);
+            let mut gone = 0;
+            while let Some(&holder) = self.runs[run as usize].holders.last() {
+                gone |= self.unset(run, holder, u64::MAX);
                 losers.push(holder);
             }
+            self.sweep(run, gone);
         }
         losers.sort_unstable();
         losers.dedup();
@@ -308,9 +599,9 @@ impl Tree {
         if hash == NO_BLOCK {
             return None;
         }
-        self.table
-            .find(spread(hash), |&place| self.hash_at(place) == hash)
-            .copied()
+        let tag = tag(hash);
+        let same = |entry: &Entry| entry.tag == tag && self.hash_at(entry.place) == hash;
+        self.table.find(key(tag), same).map(|entry| entry.place)
     }
 
     /// The stretch of `hashes` from `at` on that lies in one run, if the first is held. `before` is where the block
@@ -320,36 +611,38 @@ impl Tree {
         if hash == NO_BLOCK {
             return None;
         }
-        let place = self
-            .after(before)
-            .find(|&place| self.hash_at(place) == hash);
-        let (run, slot) = unpack(match place {
+        let (run, slot) = unpack(match self.near(hash, before) {
             Some(place) => place,
             None => self.place(hash)?,
         });
-        let slots = &self.runs[run as usize].hashes[slot..];
-        let same = slots
-            .iter()
-            .zip(&hashes[at..])
-            .take_while(|(slot, hash)| slot == hash && **slot != NO_BLOCK);
-        Some(Segment {
-            run,
-            slot,
-            blocks: same.count(),
-        })
+        let run_of = &self.runs[run as usize];
+        let slots = &run_of.hashes[slot..];
+        let mut blocks = bits::same(slots, &hashes[at..]);
+        // A slot that nobody holds is zero, and no block, even if the prompt says so.
+        if run_of.masks.is_empty() {
+            blocks = blocks.min((run_of.common >> slot).trailing_ones() as usize);
+        } else if slots[..blocks].contains(&NO_BLOCK) {
+            let held = slots.iter().take_while(|slot| **slot != NO_BLOCK);
+            blocks = held.count();
+        }
+        Some(Segment { run, slot, blocks })
     }
 
-    /// Places worth a look before the table.
-    fn after(&self, before: u32) -> impl Iterator<Item = u32> + use<> {
-        let mut places = [NOWHERE; 2];
-        if before != NOWHERE {
-            let (run, slot) = unpack(before);
-            if slot + 1 < RUN_BLOCKS {
-                places[0] = before + 1;
-            }
-            places[1] = self.runs[run as usize].next;
+    /// Where a block lies, if at one of the places worth a look before the table.
+    fn near(&self, hash: u64, before: u32) -> Option<u32> {
+        if before == NOWHERE {
+            return None;
         }
-        places.into_iter().filter(|place| *place != NOWHERE)
+        let (run, slot) = unpack(before);
+        let Run { hashes, next, .. } = &self.runs[run as usize];
+        if hashes.get(slot + 1) == Some(&hash) {
+            return Some(before + 1);
+        }
+        if slot > 0 && hashes.get(slot - 1) == Some(&hash) {
+            return Some(before - 1);
+        }
+        let follows = next.tag == tag(hash) && self.hash_at(next.place) == hash;
+        follows.then_some(next.place)
     }
 
     /// Slots for blocks that nobody holds, from `hashes[at]` on, as many as fit behind `before`.
@@ -364,7 +657,10 @@ impl Tree {
             run = self.new_run(hashes.len() - at);
             slot = 0;
             if before != NOWHERE {
-                self.runs[unpack(before).0 as usize].next = pack(run, 0);
+                self.runs[unpack(before).0 as usize].next = Entry {
+                    place: pack(run, 0),
+                    tag: tag(hashes[at]),
+                };
             }
         }
         let mut blocks = 0;
@@ -378,18 +674,22 @@ impl Tree {
             if !free || hash == NO_BLOCK {
                 break;
             }
-            let runs = &self.runs;
-            let at_place = |place: &u32| {
-                let (run, slot) = unpack(*place);
-                runs[run as usize].hashes[slot]
-            };
+            let tag = tag(hash);
             let entry = self.table.entry(
-                spread(hash),
-                |p| at_place(p) == hash,
-                |p| spread(at_place(p)),
+                key(tag),
+                |entry| {
+                    let (run, slot) = unpack(entry.place);
+                    entry.tag == tag && self.runs[run as usize].hashes[slot] == hash
+                },
+                Entry::key,
             );
-            let Entry::Vacant(vacant) = entry else { break };
-            vacant.insert(pack(run, place));
+            let hash_table::Entry::Vacant(vacant) = entry else {
+                break;
+            };
+            vacant.insert(Entry {
+                place: pack(run, place),
+                tag,
+            });
             let slots = &mut self.runs[run as usize].hashes;
             if place == slots.len() {
                 let before = slots.capacity();
@@ -412,9 +712,8 @@ impl Tree {
         self.run_bytes += hashes.capacity() * 8;
         self.runs[run as usize] = Run {
             hashes,
-            holders: Vec::new(),
-            next: NOWHERE,
             touched: self.clock,
+            ..Run::default()
         };
         run
     }
@@ -425,24 +724,13 @@ impl Tree {
     }
 
     fn set(&mut self, run: u32, holder: Holder, mask: u64) -> u64 {
-        let holders = &mut self.runs[run as usize].holders;
-        let new = match holders.iter_mut().find(|(of, _)| *of == holder) {
-            Some((_, held)) => {
-                let new = mask & !*held;
-                *held |= mask;
-                new
-            }
-            None => {
-                let before = holders.capacity();
-                if holders.len() < 4 {
-                    holders.reserve_exact(1);
-                }
-                holders.push((holder, mask));
-                self.run_bytes += (holders.capacity() - before) * size_of::<(Holder, u64)>();
-                self.list(run, holder);
-                mask
-            }
-        };
+        let slots = &mut self.runs[run as usize];
+        let before = slots.bytes();
+        let (new, joined) = slots.set(holder, mask);
+        self.run_bytes = self.run_bytes + slots.bytes() - before;
+        if joined {
+            self.list(run, holder);
+        }
         let new = u64::from(new.count_ones());
         self.holders[holder as usize].blocks += new;
         self.entries += new;
@@ -457,61 +745,54 @@ impl Tree {
             let runs = &self.runs;
             holdings.runs.sort_unstable();
             holdings.runs.dedup();
-            holdings.runs.retain(|&run| {
-                runs[run as usize]
-                    .holders
-                    .iter()
-                    .any(|(of, _)| *of == holder)
-            });
+            holdings
+                .runs
+                .retain(|&run| runs[run as usize].position(holder).is_some());
         }
     }
 
     /// Returns the bits that were set.
     fn unset(&mut self, run: u32, holder: Holder, mask: u64) -> u64 {
-        let holders = &mut self.runs[run as usize].holders;
-        let Some(at) = holders.iter().position(|(of, _)| *of == holder) else {
+        let slots = &mut self.runs[run as usize];
+        let Some(at) = slots.position(holder) else {
             return 0;
         };
-        let gone = holders[at].1 & mask;
-        holders[at].1 &= !mask;
+        let before = slots.bytes();
+        let (gone, left) = slots.unset(at, mask);
+        self.run_bytes = self.run_bytes + slots.bytes() - before;
         let count = u64::from(gone.count_ones());
         let holdings = &mut self.holders[holder as usize];
         holdings.blocks -= count;
+        holdings.live -= usize::from(left);
         self.entries -= count;
-        if holders[at].1 == 0 {
-            holders.swap_remove(at);
-            holdings.live -= 1;
-        }
         gone
     }
 
     /// Frees the slots of `gone` that nobody holds now.
     fn sweep(&mut self, run: u32, gone: u64) {
-        let held = self.runs[run as usize]
-            .holders
-            .iter()
-            .fold(0, |all, (_, held)| all | held);
+        if gone == 0 {
+            return;
+        }
+        let held = self.runs[run as usize].held();
         let mut free = gone & !held;
         while free != 0 {
             let slot = free.trailing_zeros() as usize;
             free &= free - 1;
             let place = pack(run, slot);
             let hash = self.hash_at(place);
-            if let Ok(entry) = self.table.find_entry(spread(hash), |&at| at == place) {
+            let found = self
+                .table
+                .find_entry(key(tag(hash)), |entry| entry.place == place);
+            if let Ok(entry) = found {
                 entry.remove();
             }
             self.runs[run as usize].hashes[slot] = NO_BLOCK;
         }
         let slots = &mut self.runs[run as usize];
-        let end = 64 - held.leading_zeros() as usize;
-        slots.hashes.truncate(end);
-        if end == 0 && gone != 0 {
-            self.run_bytes -=
-                slots.hashes.capacity() * 8 + slots.holders.capacity() * size_of::<(Holder, u64)>();
-            *slots = Run {
-                next: NOWHERE,
-                ..Run::default()
-            };
+        slots.hashes.truncate(64 - held.leading_zeros() as usize);
+        if held == 0 {
+            self.run_bytes -= slots.bytes();
+            *slots = Run::default();
             self.free_runs.push(run);
         }
     }

@@ -1,5 +1,6 @@
 //! Worked examples of the resume function, blocks of 16 tokens.
 
+use _native::bits::Blocks;
 use _native::resume::{Class, Credited, Held, Lane, Plan, Profile, Question, Rule, View};
 
 fn lane(number: u8, tier: usize, class: Class, group: u32, unit: u32) -> Lane {
@@ -18,8 +19,11 @@ fn resumed(profile: &Profile, prompt: u64, confirmed: &[u64]) -> [u64; 4] {
     let held: Vec<Held<'_>> = confirmed
         .iter()
         .map(|bits| Held {
-            confirmed: std::slice::from_ref(bits),
-            upper: &[],
+            confirmed: Blocks {
+                prefix: 0,
+                bits: std::slice::from_ref(bits),
+            },
+            upper: Blocks::default(),
         })
         .collect();
     let question = Question {
@@ -87,9 +91,14 @@ fn the_walk_never_returns_to_a_faster_tier() {
 
 #[test]
 fn the_host_extends_by_whole_units_only() {
+    // Its boundary at 64 is there, but adds less than a unit to the 48 tokens of the GPU.
     assert_eq!(
         resumed(&gpu_and_host(32), 97, &[0b00_0111, 0b00_1100]),
-        [48, 16, 0, 0]
+        [48, 0, 0, 0]
+    );
+    assert_eq!(
+        resumed(&gpu_and_host(32), 97, &[0b00_0111, 0b11_1100]),
+        [48, 48, 0, 0]
     );
     assert_eq!(
         resumed(&gpu_and_host(32), 97, &[0b00_0111, 0b00_1000]),

@@ -20,7 +20,7 @@ from . import logs
 from .adapters.registry import ADAPTERS, AUTO
 from .load import EngineHttp, learn_model, watch_engine
 from .metrics import RelayCollector, serve
-from .options import BadOption, checked, labels, rank_sockets, targets
+from .options import BadOption, checked, labels, layer_groups, rank_sockets, targets
 from .pipeline import Pipeline
 from .settings import PipelineSettings, RelaySettings
 from .stream import Links
@@ -63,6 +63,11 @@ class _Stopped(Exception):
 @click.option("--block-tokens", default=16, type=click.IntRange(1, 65_536), help="Canonical block.")
 @click.option("--engine-block-tokens", default=0, type=click.IntRange(0), help="0: learned.")
 @click.option("--host-unit-tokens", default=0, type=click.IntRange(0), help="CPU offload chunk.")
+@click.option(
+    "--layer-group",
+    multiple=True,
+    help="KIND:BLOCK or KIND:BLOCK:WINDOW in tokens, once for each group, in the engine's order. None: learned.",
+)
 @click.option("--metrics-port", default=-1, type=int, help="-1: none, 0: any.")
 @click.option("--metrics-host", default="0.0.0.0")
 @click.option(
@@ -86,6 +91,7 @@ def main(
     block_tokens: int,
     engine_block_tokens: int,
     host_unit_tokens: int,
+    layer_group: tuple[str, ...],
     metrics_port: int,
     metrics_host: str,
     log_level: str,
@@ -117,6 +123,7 @@ def main(
             block_tokens=block_tokens,
             engine_block_tokens=engine_block_tokens,
             host_unit_tokens=host_unit_tokens,
+            layer_groups=layer_groups(layer_group),
             replay=bool(engine_replay),
         )
         if engine == AUTO and not engine_http:

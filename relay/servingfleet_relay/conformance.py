@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from .adapters.events import Doubt, Shape
 
+UNKNOWN_KEPT = 8
+"""Names of unknown fields, about: an engine may make up ever new ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -58,7 +61,8 @@ class Fingerprint:
                 return self._changed("key_form_changed", "one of tokens and pairs", "both")
             self._pairs = shape.pairs
         if shape.unknown_fields:
-            self._unknown.update(shape.unknown_fields)
+            if len(self._unknown) < UNKNOWN_KEPT:
+                self._unknown.update(shape.unknown_fields)
             names = ", ".join(sorted(self._unknown)[:8])
             return Finding(
                 "unknown_field",

@@ -6,7 +6,7 @@ Pure. A lane is a tier times a layer group; its number never changes its meaning
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.common_pb2 import (
@@ -23,6 +23,7 @@ from servingfleet_protos.v1.stream_pb2 import Lane as LaneMessage
 from servingfleet_protos.v1.stream_pb2 import Profile, TierRule
 
 from .adapters.events import Doubt, Dropped, EngineProfile, Group, Stored
+from .settings import LayerGroup
 
 MAX_LANES = 64
 
@@ -56,6 +57,7 @@ class Lanes:
         block_tokens: int,
         engine_block_tokens: int = 0,
         host_unit_tokens: int = 0,
+        layer_groups: Sequence[LayerGroup] = (),
     ) -> None:
         self.engine = profile
         self.version = 0
@@ -72,6 +74,8 @@ class Lanes:
         self._adapters_proven = not profile.adapters_since
         self._separates_adapters = True
         self._separates_salts = True
+        for index, group in enumerate(layer_groups):
+            self._expect(index, group)
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
@@ -170,11 +174,9 @@ class Lanes:
         return any(self._key_forms.values())
 
     @property
-    def unplaceable(self) -> bool:
-        """No full-attention group names the blocks of the others: their place is unknown."""
-        return bool(self._classes) and not any(
-            state_class == STATE_CLASS_ATTENTION for state_class, _ in self._classes.values()
-        )
+    def placeable(self) -> bool:
+        """A full-attention group names the blocks of the others: so their place is known."""
+        return any(c == STATE_CLASS_ATTENTION for c, _ in self._classes.values())
 
     def numbers(self, tiers: Iterable[int] | None = None) -> list[int]:
         """Lane numbers of these tiers, or of all."""
@@ -224,6 +226,25 @@ class Lanes:
             salts_separated=self._separates_salts,
         )
 
+    def _expect(self, index: int, group: LayerGroup) -> None:
+        """Declares a group that the engine is known to have. Events that say otherwise are held against the stream."""
+        learned = self._class_of(group.kind, group.window_tokens)
+        if learned is not None:
+            self._classes[index] = learned
+            lane = Lane(
+                len(self._lanes), TIER_GPU, learned[0], index, learned[1], group.unit_tokens
+            )
+            self._lanes[TIER_GPU, index] = lane
+
+    def _class_of(self, kind: str | None, window: int) -> tuple[int, int] | None:
+        if kind in self.engine.attention_kinds:
+            return STATE_CLASS_ATTENTION, 0
+        if kind in self.engine.window_kinds and window:
+            return STATE_CLASS_WINDOW, window
+        if kind in self.engine.recurrent_kinds:
+            return STATE_CLASS_RECURRENT, 0
+        return None
+
     def _learn_class(self, event: Stored, group: int) -> Dropped | None:
         kind, window = event.group.kind, event.group.window_tokens
         known = self._classes.get(group)
@@ -237,13 +258,8 @@ class Lanes:
                 return Dropped(
                     "group_unsupported", f"group {group} does not say its kind", Doubt.UNTRUSTED
                 )
-        if kind in self.engine.attention_kinds:
-            learned = (STATE_CLASS_ATTENTION, 0)
-        elif kind in self.engine.window_kinds and window:
-            learned = (STATE_CLASS_WINDOW, window)
-        elif kind in self.engine.recurrent_kinds:
-            learned = (STATE_CLASS_RECURRENT, 0)
-        else:
+        learned = self._class_of(kind, window)
+        if learned is None:
             return Dropped(
                 "group_unsupported",
                 f"group {group} is {kind!a:.40}, window {window}",

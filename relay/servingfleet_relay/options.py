@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .settings import RankSockets
+from .adapters.registry import ADAPTERS
+from .settings import LayerGroup, RankSockets
 
 
 class BadOption(ValueError):
@@ -61,6 +62,31 @@ def labels(values: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def layer_groups(values: Sequence[str]) -> tuple[LayerGroup, ...]:
+    """KIND:BLOCK or KIND:BLOCK:WINDOW each, in tokens."""
+    profiles = [adapter.profile for adapter in ADAPTERS.values()]
+    windows = {kind for profile in profiles for kind in profile.window_kinds}
+    others = {
+        kind
+        for profile in profiles
+        for kind in (*profile.attention_kinds, *profile.recurrent_kinds)
+        if kind is not None
+    }
+    found = []
+    for value in values:
+        kind, *sizes = value.split(":")
+        if kind not in windows | others:
+            known = ", ".join(sorted(windows | others))
+            raise BadOption(f"--layer-group {value!r}: kind {kind!r}; known: {known}")
+        if len(sizes) != 1 + (kind in windows) or not all(map(_is_size, sizes)):
+            form = "KIND:BLOCK:WINDOW" if kind in windows else "KIND:BLOCK"
+            raise BadOption(f"--layer-group {value!r}; expected {form}, in tokens")
+        found.append(LayerGroup(kind, *map(int, sizes)))
+    if len(found) > 64:
+        raise BadOption(f"{len(found)} layer groups; at most 64")
+    return tuple(found)
+
+
 def _each(option: str, addresses: Sequence[str], ranks: Sequence[int]) -> list[str]:
     if len(addresses) not in (1, len(ranks)):
         raise BadOption(
@@ -84,6 +110,10 @@ def _each(option: str, addresses: Sequence[str], ranks: Sequence[int]) -> list[s
     if max(shifted) > 65_535:
         raise BadOption(f"{option} {first!r} leaves no port for rank {ranks[-1]}")
     return [f"{base}:{number}" for number in shifted]
+
+
+def _is_size(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text) < 2**31
 
 
 def _is_port(text: str) -> bool:

@@ -79,6 +79,8 @@ class Outbox:
         """Number of the next message to be written: below `_next_seq` it is a repetition."""
         self._waiting: deque[Body] = deque()
         self._waiting_bytes = 0
+        self._profiles = 0
+        """Profiles among what waits: a snapshot part that overtakes one may speak of lanes that nobody knows."""
         self._progress: dict[int, RankState] = {}
         self._granted: deque[int] = deque()
         self._snapshot: Snapshot | None = None
@@ -224,7 +226,8 @@ class Outbox:
     def _next_body(self) -> Body | None:
         if self._part:
             return Body.of(self._part.popleft())
-        if not self._waiting or self._since_part >= LIVE_PER_SNAPSHOT_PART:
+        part_is_due = self._since_part >= LIVE_PER_SNAPSHOT_PART and not self._profiles
+        if not self._waiting or part_is_due:
             self._since_part = 0
             self._part.extend(self._next_part())
             if self._part:
@@ -233,6 +236,7 @@ class Outbox:
             self._since_part += 1
             body = self._waiting.popleft()
             self._waiting_bytes -= body.size
+            self._profiles -= body.message.HasField("profile")
             return body
         if self._progress:
             return Body.of(RelayMessage(rank_state=self._progress.pop(next(iter(self._progress)))))
@@ -252,13 +256,14 @@ class Outbox:
     def _append(self, body: Body) -> None:
         self._waiting.append(body)
         self._waiting_bytes += body.size
+        self._profiles += body.message.HasField("profile")
 
     def _forget_session(self) -> None:
         self._instance = ""
         self._next_seq = self._resend_from = 1
         self._sent.clear()
         self._waiting.clear()
-        self._sent_bytes = self._waiting_bytes = 0
+        self._sent_bytes = self._waiting_bytes = self._profiles = 0
         self._progress.clear()
         self._granted.clear()
         if self._snapshot is not None:

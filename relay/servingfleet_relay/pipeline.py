@@ -29,6 +29,7 @@ from .settings import PipelineSettings
 
 PROTOCOL_VERSION = 1
 MAX_COUNTERS = 128
+MAX_VERSION_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,10 @@ class Pipeline:
 
     def engine_version(self, version: str) -> None:
         """The engine's own version; told in the next hello."""
-        self._engine_version = version
-        self._lanes.release(version)
+        # Out of the engine's JSON, which may hold half a surrogate pair; a hello with more is refused.
+        text = version.encode(errors="replace")[:MAX_VERSION_BYTES].decode(errors="ignore")
+        self._engine_version = text
+        self._lanes.release(text)
         self._spread_profile()
 
     def engine_started(self, started: float, now: float) -> None:
@@ -287,7 +290,13 @@ class Pipeline:
                 self._totals["resyncs"] += 1
             case "credit_opened":
                 self._put(RelayMessage(credit_opened=message.credit_opened))
+                source = self._ranks.get(message.credit_opened.rank)
+                if source is not None:
+                    source.dispatched(message.credit_opened, now)
+                    self._spread(source)
             case "credit_ended":
+                for source in self._ranks.values():
+                    source.ended(message.credit_ended.decision_id, now)
                 self._put(RelayMessage(credit_ended=message.credit_ended))
             case _:
                 self._totals["drop_unknown_answer"] += 1
@@ -350,6 +359,7 @@ class Pipeline:
             block_tokens=settings.block_tokens,
             engine_block_tokens=settings.engine_block_tokens,
             host_unit_tokens=settings.host_unit_tokens,
+            layer_groups=settings.layer_groups,
         )
         lanes.release(self._engine_version)
         if settings.hybrid:

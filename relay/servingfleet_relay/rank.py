@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 
 from servingfleet_core import Delta as CoreDelta
 from servingfleet_core import Mirror, Rejected
@@ -17,6 +18,7 @@ from servingfleet_protos.v1.common_pb2 import (
     STREAM_STATE_UNPROVEN,
 )
 from servingfleet_protos.v1.stream_pb2 import (
+    CreditOpened,
     Delta,
     RankState,
     RelayMessage,
@@ -26,6 +28,7 @@ from servingfleet_protos.v1.stream_pb2 import (
 
 from .adapters.events import Adapter, Batch, Cleared, Doubt, Dropped, Event, Removed, Stored
 from .conformance import Doubts, Fingerprint
+from .dispatches import Dispatches
 from .frames import BadFrames, live_frame, reply_frame
 from .lanes import Lane, Lanes
 from .namespaces import FirstBlocks
@@ -37,10 +40,20 @@ MAX_REASON_BYTES = 512
 EXPIRY_INTERVAL_S = 1.0
 """The mirror looks through all it knows to find orphans that waited too long."""
 
+MAX_UNPLACED = 1024
+UNPLACED = "no full-attention group, and no prompt that was sent here tells where a block belongs"
+
 SHARED = "twice: requests that are kept apart (an extra_key) share hashes, and either may be meant"
 
 # What the mirror's refusals say about the stream; the others cost their event only.
 _REFUSALS = {"hash_conflict": Doubt.QUARANTINED, "unit_size": Doubt.QUARANTINED}
+
+
+@dataclass(frozen=True, slots=True)
+class _Unplaced:
+    event: Stored
+    lane: Lane
+    until: float
 
 
 class Rank:
@@ -73,6 +86,9 @@ class Rank:
         self._units: dict[int, int] = {}
         self._mirrored: set[int] = set()
         self._firsts = FirstBlocks()
+        self._dispatches = Dispatches(settings.model, settings.block_tokens)
+        self._unplaced: deque[_Unplaced] = deque()
+        """Stores that may have overtaken the word of their dispatch."""
         self._away = ""
         self._proven = False
         self._messages: deque[RelayMessage] = deque()
@@ -83,9 +99,8 @@ class Rank:
         """What schedulers are told of this rank."""
         state, reason = self.numbering.state
         doubt, why = self._doubts.worst
-        if self._lanes.unplaceable and doubt < Doubt.UNTRUSTED:
-            doubt = Doubt.UNTRUSTED
-            why = "no full-attention group: where its blocks belong is unknown"
+        if self._unplaced and doubt is Doubt.NONE:
+            doubt, why = Doubt.INCOMPLETE, UNPLACED
         if doubt is Doubt.QUARANTINED:
             state, reason = STREAM_STATE_QUARANTINED, why
         elif doubt is Doubt.UNTRUSTED and state != STREAM_STATE_UNPROVEN:
@@ -105,6 +120,20 @@ class Rank:
     def adopt(self, lanes: Lanes, adapter: Adapter) -> None:
         """The engine is known now. Nothing was read before."""
         self._lanes, self._adapter = lanes, adapter
+
+    def dispatched(self, credit: CreditOpened, now: float) -> None:
+        """A scheduler sent a prompt here."""
+        if self._lanes.placeable:
+            self._dispatches.clear()
+        else:
+            self._dispatches.opened(
+                credit.decision_id, credit.hashes, credit.prompt_tokens, credit.expires_s, now
+            )
+            self._place_late(now)
+
+    def ended(self, decision: str, now: float) -> None:
+        """A prompt that was sent is done with. Unknown ones are fine."""
+        self._dispatches.ended(decision, now)
 
     def mistrust(self, reason: str) -> None:
         """Nothing that is held counts, whatever the stream says, until this is called with ""."""
@@ -162,6 +191,7 @@ class Rank:
                     self._lanes.forget_keys(self.rank)
                     self.fingerprint = Fingerprint()
                     self._doubts = self._new_doubts()
+                    self._unplaced.clear()
                     self._proven = False
                     self._units.clear()
                     # The state carries the new incarnation, which clears the rank at its receivers.
@@ -178,6 +208,9 @@ class Rank:
         self.run(self.numbering.tick(now), now)
 
     def _expire(self, now: float) -> None:
+        self._dispatches.expire(now)
+        while self._unplaced and self._unplaced[0].until < now:
+            self._give_up_place()
         expired = self.mirror.expire(now)
         if expired:
             self._totals["drop_orphan_expired"] += expired
@@ -307,11 +340,19 @@ class Rank:
 
     def _store(self, event: Stored, lane: Lane, now: float) -> None:
         self._totals["events_stored"] += 1
-        if not event.hashes:
-            return  # every block of a window group was masked
+        if not self._lanes.placeable:
+            self._store_inferred(event, lane, now)
+        elif event.hashes:  # else every block of a window group was masked
+            self._put(event, lane, now)
+
+    def _put(
+        self, event: Stored, lane: Lane, now: float, *, masked: int = 0, places_only: bool = False
+    ) -> None:
         traits = self._lanes.engine.tiers[lane.tier]
         starts = traits.root_once and event.parent is None
-        if starts and self._firsts.stored(lane.number, event.hashes[: event.width]):
+        first = event.hashes[: event.width]
+        again = starts and self._firsts.stored(lane.number, first)
+        if again:
             self._doubt("shared_hashes", f"a first block stored {SHARED}", Doubt.AMBIGUOUS)
         if self._lanes.engine.proves_roots and event.parent is None:
             self._prove(event)
@@ -331,12 +372,48 @@ class Rank:
                 cache_salt=event.cache_salt,
                 opaque=event.opaque,
                 doubtful=doubtful,
+                masked=masked,
+                whole=self.numbering.whole and self._doubts.worst[0] is Doubt.NONE,
+                places_only=places_only,
             )
         except Rejected as error:
+            if starts and not again:
+                self._firsts.removed(lane.number, first, event.width)  # it is not held after all
             reason, detail = error.args
             self._drop(Dropped(reason, str(detail), _REFUSALS.get(reason, Doubt.INCOMPLETE)))
         else:
             self._tell(deltas)
+
+    def _store_inferred(self, event: Stored, lane: Lane, now: float) -> None:
+        """A store of a window group, in a model without a full-attention group that would place its blocks."""
+        told, masked = self._dispatches.infer(event, lane.window_tokens, self.mirror)
+        if not event.hashes:
+            return
+        self._put(told, lane, now, masked=masked)
+        if not self._placed(event):
+            if len(self._unplaced) == MAX_UNPLACED:
+                self._give_up_place()
+            until = now + self._settings.orphan_ttl_s
+            self._unplaced.append(_Unplaced(event, lane, until))
+
+    def _place_late(self, now: float) -> None:
+        waiting, self._unplaced = self._unplaced, deque()
+        for unplaced in waiting:
+            told, masked = self._dispatches.infer(
+                unplaced.event, unplaced.lane.window_tokens, self.mirror
+            )
+            if told.tokens:
+                self._put(told, unplaced.lane, now, masked=masked, places_only=True)
+            if not self._placed(unplaced.event):
+                self._unplaced.append(unplaced)
+
+    def _placed(self, event: Stored) -> bool:
+        keys = range(0, len(event.hashes), event.width)
+        return all(self.mirror.place(event.hashes[at : at + event.width]) for at in keys)
+
+    def _give_up_place(self) -> None:
+        self._unplaced.popleft()
+        self._doubt("unplaced", UNPLACED, Doubt.INCOMPLETE)
 
     def _remove(self, event: Removed, lane: Lane | None) -> None:
         self._totals["events_removed"] += 1
@@ -377,6 +454,7 @@ class Rank:
             self.mirror.reset()
 
     def _empty(self, lanes: Iterable[int]) -> None:
+        self._unplaced.clear()
         self._firsts.cleared(lanes)
         self._tell(self.mirror.cleared(sorted(lanes)))
 

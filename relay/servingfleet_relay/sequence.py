@@ -127,6 +127,11 @@ class Sequence:
             return STREAM_STATE_HISTORY_LOST, self._incomplete
         return STREAM_STATE_LIVE, ""
 
+    @property
+    def whole(self) -> bool:
+        """All that this engine process published up to the last batch applied is known."""
+        return not self._incomplete
+
     def take_request(self) -> int | None:
         """Where the replay that is wanted now starts; each is handed out once and replaces the one before."""
         if self._replay is None or self._replay.taken:

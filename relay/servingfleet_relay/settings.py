@@ -11,6 +11,17 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one kind, as the engine groups them."""
+
+    kind: str
+    """The engine's word: "full_attention", "sliding_window", "mamba", ..."""
+    unit_tokens: int
+    """Block of the group on the GPU."""
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class PipelineSettings:
     """From an engine's events to the messages for schedulers."""
 
@@ -34,6 +45,9 @@ class PipelineSettings:
     """The engine's own block. 0: learned from its events."""
     host_unit_tokens: int = 0
     """Chunk of the engine's CPU offload, which its placeholder events don't tell. 0: as the GPU's blocks."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """In the engine's order. (): learned from its events, so that prompts sent before the first are read as if the
+    model had full attention only."""
     hybrid: bool = False
     """The model has window or recurrent layers: on an engine that does not announce their eviction (SGLang), what is
     held is an upper bound."""

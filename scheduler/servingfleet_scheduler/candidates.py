@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from servingfleet_core import Match
-from servingfleet_protos.v1 import common_pb2, routing_pb2
+from servingfleet_protos.v1 import routing_pb2
 
 from .backlog import backlog_seconds
 from .fleet import Fleet
 from .policy.candidate import Candidate, Estimate, Reuse
 from .policy.estimate import unknown_request_seconds
 from .prompts import PreparedPrompt
-from .replicas import Rank, Replica
+from .replicas import LIVE, UNPROVEN, Rank, Replica
 from .requests import refusal
 from .settings import SchedulerSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One known rank of the model. `refused`: why the request rules it out; empty: it does not."""
 
     replica: Replica
@@ -46,7 +46,8 @@ class Considered:
 
     @property
     def allowed(self) -> list[Option]:
-        return [self.option(each) for each in self.ordered]
+        """In no order."""
+        return [option for option in self.options.values() if not option.refused]
 
     @property
     def best(self) -> int:
@@ -64,6 +65,8 @@ def options(
     """Every known rank of the model, also those that the request rules out."""
     found = []
     forms = {replica.pairs for replica in fleet.of_model(prompt.model)}
+    view = _View(settings, prompt, now)
+    picky = bool(request.only or request.exclude)
     for pairs in sorted(forms):
         # The last token is always computed anew, and with it goes the last key that is a pair.
         unpaired = pairs and prompt.tokens is not None
@@ -71,12 +74,12 @@ def options(
             prompt.model,
             prompt.hashes(pairs),
             prompt.prompt_tokens - unpaired,
-            pairs=pairs,
+            pairs=pairs if len(forms) > 1 else None,
             no_reuse=prompt.no_reuse,
         )
         for replica, rank, match in matches:
-            candidate = _candidate(settings, replica, rank, match, prompt, now)
-            refused = refusal(request, replica.name, rank.number)
+            candidate = view.candidate(replica, rank, match)
+            refused = refusal(request, replica.name, rank.number) if picky else ""
             found.append(Option(replica, rank, candidate, refused))
     return found
 
@@ -95,43 +98,58 @@ def load_age(rank: Rank, now: float) -> float | None:
     return None if rank.load is None else max(0.0, now - rank.load.read_at)
 
 
-def _candidate(
-    settings: SchedulerSettings,
-    replica: Replica,
-    rank: Rank,
-    match: Match,
-    prompt: PreparedPrompt,
-    now: float,
-) -> Candidate:
-    age = load_age(rank, now)
-    load = rank.load if age is not None and age <= settings.load_stale_s else None
-    queue_s = backlog_seconds(
-        rank.dispatches.values(),
-        load,
-        now,
-        token_s=settings.speeds.token_s,
-        request_s=unknown_request_seconds(settings.speeds),
-    )
-    return Candidate(
-        replica=replica.name,
-        rank=rank.number,
-        reuse=_reuse(replica, match, prompt),
-        queue_s=queue_s,
-        certain=replica.certain(rank),
-        unproven=replica.state(rank) == common_pb2.STREAM_STATE_UNPROVEN,
-        running_requests=(load.running_requests or 0) if load else 0,
-        waiting_requests=(load.waiting_requests or 0) if load else 0,
-        dispatched_requests=len(rank.dispatches),
-        last_dispatch=rank.last_dispatch,
-    )
+class _View:
+    """One prompt at one moment: what is the same for every target is worked out once."""
 
+    def __init__(self, settings: SchedulerSettings, prompt: PreparedPrompt, now: float) -> None:
+        self._settings = settings
+        self._now = now
+        self._prompt = prompt
+        self._token_s = settings.speeds.token_s
+        self._request_s = unknown_request_seconds(settings.speeds)
+        self._named = bool(prompt.adapter or prompt.cache_salt) and not prompt.no_reuse
+        self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0)
 
-def _reuse(replica: Replica, match: Match, prompt: PreparedPrompt) -> Reuse:
-    reuse = Reuse(prompt.prompt_tokens, match.lower, match.predicted, match.upper, match.tiers)
-    hidden = (prompt.adapter and not replica.profile.adapters_separated) or (
-        prompt.cache_salt and not replica.profile.salts_separated
-    )
-    if hidden and not prompt.no_reuse:
-        # The engine's events don't tell this namespace apart, so that it may hold blocks that nobody can look up.
-        return replace(reuse, upper=prompt.prompt_tokens)
-    return reuse
+    def candidate(self, replica: Replica, rank: Rank, match: Match | None) -> Candidate:
+        load = rank.load
+        if load is not None:
+            age = load_age(rank, self._now)
+            if age is None or age > self._settings.load_stale_s:
+                load = None
+        queue_s = 0.0
+        if load is not None or rank.dispatches:
+            queue_s = backlog_seconds(
+                rank.dispatches.values(),
+                load,
+                self._now,
+                token_s=self._token_s,
+                request_s=self._request_s,
+            )
+        state = replica.state(rank)
+        return Candidate(
+            replica.name,
+            rank.number,
+            self._reuse(replica, match),
+            queue_s,
+            certain=state == LIVE and rank.warm,
+            unproven=state == UNPROVEN,
+            running_requests=(load.running_requests or 0) if load else 0,
+            waiting_requests=(load.waiting_requests or 0) if load else 0,
+            dispatched_requests=len(rank.dispatches),
+            last_dispatch=rank.last_dispatch,
+        )
+
+    def _reuse(self, replica: Replica, match: Match | None) -> Reuse:
+        prompt = self._prompt
+        reuse = self._nothing
+        if match is not None:
+            reuse = Reuse(
+                prompt.prompt_tokens, match.lower, match.predicted, match.upper, match.tiers
+            )
+        if self._named and (
+            (prompt.adapter and not replica.profile.adapters_separated)
+            or (prompt.cache_salt and not replica.profile.salts_separated)
+        ):
+            # The engine's events don't tell this namespace apart, so that it may hold blocks that nobody can look up.
+            return reuse._replace(upper=prompt.prompt_tokens)
+        return reuse

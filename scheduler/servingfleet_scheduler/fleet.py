@@ -35,6 +35,7 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._indexes: dict[str, Index] = {}
         self._numbers: dict[str, dict[int, Replica]] = {}
+        """By model, ascending."""
         self._statics = {each.replica: each for each in settings.static_replicas}
         for static in settings.static_replicas:
             self._add_static(static)
@@ -61,15 +62,18 @@ class Fleet:
 
     def match(
         self, model: str, hashes: bytes, prompt_tokens: int, *, pairs: bool | None, no_reuse: bool
-    ) -> list[tuple[Replica, Rank, Match]]:
-        """What each rank would reuse. `pairs`: only replicas of that key form; None: all."""
-        numbers = self._numbers[model]
-        found = []
-        for match in self._indexes[model].match(hashes, prompt_tokens, no_reuse=no_reuse):
-            replica = numbers[match.replica]
-            if pairs is None or replica.pairs == pairs:
-                found.append((replica, replica.ranks[match.rank], match))
-        return found
+    ) -> list[tuple[Replica, Rank, Match | None]]:
+        """What each rank would reuse; no match: nothing. `pairs`: only replicas of that key form; None: all."""
+        matches = {
+            (match.replica, match.rank): match
+            for match in self._indexes[model].match(hashes, prompt_tokens, no_reuse=no_reuse)
+        }
+        return [
+            (replica, rank, matches.get((number, rank.number)))
+            for number, replica in self._numbers[model].items()
+            if pairs is None or replica.pairs == pairs
+            for rank in replica.ranks.values()
+        ]
 
     def warm(self) -> float | None:
         """Share of ranks with a relay whose snapshot is complete; None: no such rank."""

@@ -30,7 +30,7 @@ from .fleet import Fleet
 from .ledger import Ledger, Row, by_model
 from .outcomes import Outcomes
 from .policy import make_policy
-from .policy.estimate import estimate
+from .policy.estimate import estimate, estimates
 from .prompts import prepare
 from .requests import check_route_request, names
 from .sessions import Session
@@ -298,11 +298,9 @@ class Scheduler:
                 f"none of the {len(request.only)} targets in `only` serves model {request.model!r}",
                 metadata={"targets": str(len(found))},
             )
-        estimates = [
-            estimate(self.settings.speeds, option.candidate)
-            for option in found
-            if not option.refused
-        ]
+        allowed = [option.candidate for option in found if not option.refused]
         return Considered(
-            prompt, {option.key: option for option in found}, self._policy.order(estimates, rng)
+            prompt,
+            {option.key: option for option in found},
+            self._policy.order(estimates(self.settings.speeds, allowed), rng),
         )

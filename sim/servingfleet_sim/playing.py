@@ -37,9 +37,13 @@ class Stalled(RuntimeError):
 
 
 def relay_arguments(
-    engine: RecordedEngine, replica: str, model: str, *schedulers: str
+    engine: RecordedEngine,
+    replica: str,
+    model: str,
+    *schedulers: str,
+    recording: Recording | None = None,
 ) -> list[str]:
-    """The command line of a relay beside a recorded engine."""
+    """The command line of a relay beside a recorded engine, of which it is told what an operator would know."""
     arguments = [
         *("--replica", replica),
         *("--model", model),
@@ -49,6 +53,11 @@ def relay_arguments(
         *("--ranks", str(engine.ranks)),
         *("--metrics-port", "0"),
     ]
+    if recording is not None:
+        arguments += ["--host-unit-tokens", str(recording.host_unit_tokens)]
+        for group in recording.layer_groups:
+            sizes = [group.unit_tokens, *([group.window_tokens] if group.window_tokens else [])]
+            arguments += ["--layer-group", ":".join([group.kind, *map(str, sizes)])]
     for scheduler in schedulers:
         arguments += ["--scheduler", scheduler]
     return arguments

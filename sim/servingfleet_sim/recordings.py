@@ -10,10 +10,13 @@ import base64
 import binascii
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from servingfleet_relay.settings import LayerGroup
 
 
 class RecordingError(ValueError):
@@ -92,6 +95,24 @@ class Recording:
     adapter: str = "vllm"
     """The engine whose events these are."""
 
+    @property
+    def host_unit_tokens(self) -> int:
+        """Chunk of the engine's CPU offload, where it was given one; else 0."""
+        transfer = self.engine.get("engine_args", {}).get("kv_transfer_config") or {}
+        return int(transfer.get("kv_connector_extra_config", {}).get("block_size", 0))
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """What the engine says of its layers. (): nothing, or of some a kind that we don't know."""
+        specs = [_layer_group(group["spec"]) for group in self.engine.get("kv_cache_groups", ())]
+        return tuple(spec for spec in specs if spec is not None) if None not in specs else ()
+
+
+_KINDS = {
+    "FullAttentionSpec": "full_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "MambaSpec": "mamba",
+}
 
 NEXT_TOKEN = 0
 """Stands for the token of a prompt that an engine computes whatever it holds; a bare cache is asked without it."""
@@ -99,9 +120,21 @@ NEXT_TOKEN = 0
 
 def read(folder: Path) -> Recording:
     """Reads one folder. Raises RecordingError."""
+    try:
+        return _read(folder)
+    except RecordingError:
+        raise
+    # What a row or engine.json may lack, or hold of another kind, in too many places to name each.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RecordingError(
+            f"{folder}: a row is not what docs/recordings.md says: {error!r:.200}"
+        ) from error
+
+
+def _read(folder: Path) -> Recording:
     messages, ranks = read_events(folder)
     engine = folder / "engine.json"
-    facts = json.loads(engine.read_text()) if engine.is_file() else {}
+    facts = _object(engine.read_text(), engine, 1) if engine.is_file() else {}
     path = folder / "requests.jsonl"
     rows = list(_rows(path)) if path.is_file() else []
     if any("op" in row for _, row in rows):
@@ -140,6 +173,17 @@ def read_messages(path: Path, rank: int = 0) -> tuple[Message, ...]:
         Message(_number(row, "t", path, line), rank, _frames(row, path, line))
         for line, row in _rows(path)
     )
+
+
+def _layer_group(spec: str) -> LayerGroup | None:
+    """From vLLM's own words, such as "SlidingWindowSpec(block_size=32, sliding_window=64, ...)"."""
+    kind = _KINDS.get(spec.partition("(")[0])
+    sizes = dict(re.findall(r"(block_size|sliding_window)=(\d+)", spec))
+    if kind is None or "block_size" not in sizes:
+        return None
+    # A full-attention group may hold window layers, which then keep everything.
+    window = int(sizes.get("sliding_window", 0)) if kind == "sliding_window" else 0
+    return LayerGroup(kind, int(sizes["block_size"]), window)
 
 
 def _requests(
@@ -263,15 +307,20 @@ def _succeeded(row: Mapping[str, Any]) -> bool:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open() as lines:
+    with path.open(errors="surrogateescape") as lines:
         for line, text in zip(itertools.count(1), lines, strict=False):
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise RecordingError(f"{path}:{line}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise RecordingError(f"{path}:{line}: {type(row).__name__}, expected an object")
-            yield line, row
+            yield line, _object(text, path, line)
+
+
+def _object(text: str, path: Path, line: int) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    # Python's reader gives up on depth, and on numbers of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"{path}:{line}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RecordingError(f"{path}:{line}: {type(row).__name__}, expected an object")
+    return row
 
 
 def _number(row: Mapping[str, Any], key: str, path: Path, line: int) -> float:

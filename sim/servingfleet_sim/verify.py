@@ -17,7 +17,7 @@ from operator import itemgetter
 from servingfleet_protos.v1 import routing_pb2
 from servingfleet_relay.adapters.events import Cleared, Event, Stored
 from servingfleet_relay.adapters.registry import ADAPTERS
-from servingfleet_relay.pipeline import Pipeline
+from servingfleet_relay.pipeline import Pipeline, RankStatus
 from servingfleet_relay.settings import PipelineSettings
 from servingfleet_scheduler.service import Scheduler
 from servingfleet_scheduler.settings import SchedulerSettings
@@ -76,6 +76,8 @@ class Verification:
     verdicts: tuple[Verdict, ...]
     counters: dict[str, int]
     """The relay's totals, drops by reason among them."""
+    states: tuple[RankStatus, ...]
+    """Of the relay's ranks, at the end."""
 
     @property
     def exact(self) -> int:
@@ -118,7 +120,9 @@ def verify(recording: Recording, block_tokens: int = 16) -> Verification:
     play = _Play(recording, block_tokens)
     for time, step in timeline(recording):
         play.step(time, step)
-    return Verification(recording, tuple(play.verdicts), play.relay.counters())
+    return Verification(
+        recording, tuple(play.verdicts), play.relay.counters(), play.relay.status().ranks
+    )
 
 
 def judge(
@@ -223,6 +227,8 @@ class _Play:
                 engine=recording.adapter,
                 engine_version=str(recording.engine.get(recording.adapter, "")),
                 block_tokens=block_tokens,
+                host_unit_tokens=recording.host_unit_tokens,
+                layer_groups=recording.layer_groups,
             ),
             start,
         )

@@ -139,9 +139,9 @@ class Played:
         busy = True
         while busy:
             for ask in self.relay.take_replay_requests():
-                for message in self.published:
-                    if message.rank == ask.rank and (message.seq or 0) >= ask.start_seq:
-                        self.relay.replayed(ask.rank, [b"", *message.frames], self.now)
+                for published in self.published:
+                    if published.rank == ask.rank and (published.seq or 0) >= ask.start_seq:
+                        self.relay.replayed(ask.rank, [b"", *published.frames], self.now)
                 self.relay.replayed(ask.rank, END_OF_REPLAY, self.now)
             sent = self.relay.take(LINK, 1024)
             for message in sent:

@@ -95,9 +95,14 @@ class Fleet:
         )
 
     async def relay(
-        self, engine: RecordedEngine, replica: str, model: str, *schedulers: str
+        self,
+        engine: RecordedEngine,
+        replica: str,
+        model: str,
+        *schedulers: str,
+        recording: Recording | None = None,
     ) -> Process:
-        arguments = relay_arguments(engine, replica, model, *schedulers)
+        arguments = relay_arguments(engine, replica, model, *schedulers, recording=recording)
         return await self.stack.enter_async_context(
             running("servingfleet_relay", arguments, self._log("relay"))
         )
@@ -106,7 +111,7 @@ class Fleet:
         """A recorded engine with its relay, connected to the scheduler."""
         engine = await self.engine(recording)
         replica = model = recording.name
-        await self.relay(engine, replica, model, scheduler.target)
+        await self.relay(engine, replica, model, scheduler.target, recording=recording)
         player = Player(recording, engine, replica, model, scheduler.router, scheduler.fleet)
         await player.connected()
         return player

@@ -7,18 +7,18 @@ import pytest
 from servingfleet_protos.v1 import common_pb2, fleet_pb2
 from servingfleet_sim.recordings import read
 from servingfleet_sim.verify import Verdict
-from tests.contract.test_recordings import RECORDINGS
+from tests.contract.test_recordings import RECORDINGS, recording
 from tests.integration.fleet import Fleet
 from tests.recordings import recordings_dir
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_processes_predict_what_the_engine_reported(name: str, fleet: Fleet) -> None:
-    recording = read(recordings_dir() / name)
+    played = recording(name)
     scheduler = await fleet.scheduler()
-    player = await fleet.player(recording, scheduler)
+    player = await fleet.player(played, scheduler)
     verdicts = [verdict async for verdict in player.play()]
-    assert len(verdicts) == len(recording.requests)
+    assert len(verdicts) == len(played.requests)
     assert [describe(v) for v in verdicts if v.wrong] == []
 
 

@@ -61,6 +61,8 @@ class Credit:
     rank: int
     hashes: tuple[int, ...]
     prompt: int
+    state: range
+    """Blocks that count in window and recurrent lanes; in `upper` those before count, too."""
     superseded: set[int] = field(default_factory=set)
 
 
@@ -145,8 +147,22 @@ class NaiveIndex:
     ) -> bool:
         if decision in self.credits:
             return False
-        self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt)
+        state = self.kept_state(self.profiles[replica], prompt)
+        self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt, state)
         return True
+
+    def kept_state(self, profile: Profile, prompt: int) -> range:
+        first, last = [], []
+        for lane in profile.lanes:
+            if lane.tier != GPU or lane.state_class == ATTENTION:
+                continue
+            units = -(-max(0, lane.window - 1) // lane.unit) if lane.state_class == WINDOW else 1
+            end = max(0, prompt - 1) // lane.unit * lane.unit
+            first.append(max(0, end - units * lane.unit) // self.block)
+            last.append(end // self.block)
+        if not first:
+            return range(max(0, prompt - 1) // self.block)
+        return range(min(first), max(last))
 
     def close_credit(self, decision: str) -> bool:
         return self.credits.pop(decision, None) is not None
@@ -184,6 +200,10 @@ class NaiveIndex:
                     predicted = question.resumed("predicted")
                 trusted = known.trusted and known.complete
                 upper = question.resumed("upper" if trusted else "open")
+                if known.trusted:
+                    possible = question.resumed("upper")
+                    lower = min(lower, predicted, possible, key=sum)
+                    upper = max(upper, predicted, lower, key=sum) if trusted else upper
             answers.append(
                 Answer(
                     replica,
@@ -216,13 +236,15 @@ class Question:
             if (credit.replica, credit.rank) == (replica, rank)
         ]
 
-    def credited(self, lane: Lane, block: int) -> bool:
+    def credited(self, lane: Lane, block: int, view: str) -> bool:
         value = self.hashes[block]
         for credit in self.credits:
             if value in credit.superseded or value not in credit.hashes:
                 continue
-            end = (credit.hashes.index(value) + 1) * self.block
-            if lane.state_class == ATTENTION or end < credit.prompt:
+            at = credit.hashes.index(value)
+            if lane.state_class == ATTENTION or at in credit.state:
+                return True
+            if view == "upper" and at < credit.state.stop:
                 return True
         return False
 
@@ -234,7 +256,7 @@ class Question:
             return True
         if view == "lower":
             return False
-        if lane.tier == GPU and self.credited(lane, block):
+        if lane.tier == GPU and self.credited(lane, block, view):
             return True
         return known == UPPER and (view == "upper" or lane.upper_in_predicted)
 
@@ -260,6 +282,8 @@ class Question:
             small = step < self.block
             bridge = view == "upper" and small and partial
             reach = max(claim, self.boundary(lanes, view, claim, cap, step, less, bridge))
+            if reach - claim < step:
+                reach = claim
             partial = view == "upper" and small
             if partial:
                 reach = max(reach, min(reach + self.block - step, cap))

@@ -70,6 +70,7 @@ class Store:
     adapter: str = ""
     cache_salt: str = ""
     opaque: bool = False
+    whole: bool = False
 
 
 class NaiveMirror:
@@ -95,6 +96,7 @@ class NaiveMirror:
                 known = self.waiting.get(key)
                 if known is not None and known != self._waiting(store, at):
                     raise Refused("hash_conflict")
+        repeat = self._repeats(store)
         for at, key in enumerate(store.keys):
             unit: int | None = None
             if key in plan:
@@ -104,12 +106,14 @@ class NaiveMirror:
                     self.places[key] = place
                 elif isinstance(place, Place) and place is not self.places[key]:
                     unit = self._unit_of(key, store.unit)
+                elif isinstance(place, Place) and not store.tokens:
+                    unit = self._chunk(place, store.unit)
             elif key not in self.places:
                 waiting = self._waiting(store, at) if store.tokens else None
                 waiting = self.waiting.pop(key, None) or waiting
                 self.waiting[key] = waiting
                 self.since[key] = now
-            self._add_copy(store, key, unit)
+            self._add_copy(store, key, unit, repeat)
         self._drain()
         while len(self.waiting) > self.max_orphans:
             self._drop_orphan(next(iter(self.waiting)))
@@ -271,11 +275,21 @@ class NaiveMirror:
             tuple((index - begin, key) for index, key in store.media if begin <= index < end),
         )
 
-    def _add_copy(self, store: Store, key: bytes, unit: int | None) -> None:
+    def _chunk(self, place: Place, unit: int) -> int | None:
+        """The larger unit that a placeholder means, if the block ends one."""
+        _, start, end = place.path[-1]
+        whole = start % self.block == end % self.block == unit % self.block == 0
+        return unit if unit > end - start and whole and end % unit == 0 else None
+
+    def _repeats(self, store: Store) -> bool:
+        held = [(store.lane, key) in self.copies for key in store.keys]
+        return store.parent is None and bool(store.tokens) and (not store.whole or all(held))
+
+    def _add_copy(self, store: Store, key: bytes, unit: int | None, repeat: bool) -> None:
         known = self.copies.setdefault((store.lane, key), Copies(unit=unit))
         if not self.lanes[store.lane]:
             known.confirmed, known.upper = 1, 0
-        elif store.parent is None and store.tokens and known.confirmed:
+        elif repeat and known.confirmed:
             known.upper += 1
         else:
             known.confirmed += 1

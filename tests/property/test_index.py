@@ -224,9 +224,7 @@ class IndexMachine(RuleBasedStateMachine):
         first, last = sorted(round(share * len(hashes)) for share in span)
         for replica, rank in self.model.ranks:
             for lane in self.model.profiles[replica].lanes:
-                self.hold_these(
-                    replica, rank, lane.number, confidence, 0, hashes[first:last]
-                )
+                self.hold_these(replica, rank, lane.number, confidence, 0, hashes[first:last])
 
     @rule(replica=replicas, rank=RANKS, lane=LANES, hashes=PROMPTS, span=SPANS)
     def evict(

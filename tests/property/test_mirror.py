@@ -124,6 +124,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 cache_salt=store.cache_salt,
                 media=store.media,
                 opaque=store.opaque,
+                whole=store.whole,
             )
         except Rejected as rejected:
             self.check_rejection(store, *rejected.args)
@@ -149,6 +150,7 @@ class MirrorMachine(RuleBasedStateMachine):
         namespace=NAMESPACES,
         variant=st.sampled_from([0, 0, 0, 1]),
         opaque=st.sampled_from([False] * 9 + [True]),
+        whole=st.booleans(),
     )
     def store(
         self,
@@ -160,6 +162,7 @@ class MirrorMachine(RuleBasedStateMachine):
         namespace: tuple[str, str],
         variant: int,
         opaque: bool,
+        whole: bool = False,
     ) -> None:
         begin, end = first * unit, (first + count) * unit
         keys = [self.key(fork, at + unit, namespace, variant) for at in range(begin, end, unit)]
@@ -175,6 +178,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 adapter,
                 cache_salt,
                 opaque,
+                whole,
             )
         )
 
@@ -214,11 +218,14 @@ class MirrorMachine(RuleBasedStateMachine):
         lane=LANE,
         fork=FORKS,
         ends=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+        unit=UNITS | st.just(0),
         opaque=st.sampled_from([False] * 9 + [True]),
     )
-    def store_placeholder(self, lane: int, fork: Fork, ends: list[int], opaque: bool) -> None:
+    def store_placeholder(
+        self, lane: int, fork: Fork, ends: list[int], unit: int, opaque: bool
+    ) -> None:
         keys = tuple(self.key(fork, end, ("", ""), 0) for end in ends)
-        self.send(Store(lane, keys, None, b"", 0, opaque=opaque))
+        self.send(Store(lane, keys, None, b"", unit, opaque=opaque))
 
     @rule(
         lane=LANE,
@@ -243,12 +250,12 @@ class MirrorMachine(RuleBasedStateMachine):
         self.take(lane, keys[::-1] if tail_first else keys)
 
     @precondition(lambda self: self.named)
-    @rule(lane=LANE, newest=st.integers(0, 30), count=st.integers(1, 5))
-    def store_named(self, lane: int, newest: int, count: int) -> None:
+    @rule(lane=LANE, newest=st.integers(0, 30), count=st.integers(1, 5), unit=UNITS)
+    def store_named(self, lane: int, newest: int, count: int, unit: int) -> None:
         """A placeholder of blocks that were named before, perhaps in another lane."""
         last = len(self.named) - newest % len(self.named)
         keys = dict.fromkeys(key for _, key in self.named[max(0, last - count) : last])
-        self.send(Store(lane, tuple(keys), None, b"", 0))
+        self.send(Store(lane, tuple(keys), None, b"", unit))
 
     def take(self, lane: int, keys: list[bytes]) -> None:
         deltas = self.mirror.removed(lane, b"".join(keys), self.width)

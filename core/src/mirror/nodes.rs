@@ -102,10 +102,20 @@ impl Nodes {
 
     /// By canonical hash.
     pub fn find(&self, hash: u64) -> Option<&Node> {
-        let at = self.table.find(spread(hash), |&at| {
-            self.get(at).is_some_and(|node| node.hash == hash)
-        });
-        self.get(*at?)
+        self.get(self.at(hash)?)
+    }
+
+    /// By canonical hash, its number.
+    pub fn at(&self, hash: u64) -> Option<u32> {
+        let same = |&at: &u32| self.get(at).is_some_and(|node| node.hash == hash);
+        self.table.find(spread(hash), same).copied()
+    }
+
+    /// One more unit covers a block that is known to exist.
+    pub fn keep(&mut self, at: u32) {
+        if let Some(node) = self.get_mut(at) {
+            node.uses += 1;
+        }
     }
 
     /// Every node.

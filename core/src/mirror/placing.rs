@@ -74,9 +74,14 @@ impl Mirror {
             Known::Named | Known::Orphaned => (keys.len(), NONE),
         };
         let placed = !targets.is_empty();
+        let repeat = self.repeats(event, lane, &numbers);
         let mut targets = targets.into_iter();
         let mut fresh = Vec::new();
         for (at, key) in keys.iter().enumerate() {
+            if event.places_only && numbers[at].is_none() {
+                targets.next();
+                continue;
+            }
             let number = numbers[at].unwrap_or_else(|| self.units.add(key));
             let waits = self
                 .units
@@ -97,8 +102,12 @@ impl Mirror {
                 fresh.push(number);
             } else if waits {
                 self.wait(number, event, &keys, at);
+            } else if event.tokens.is_empty() {
+                span = self.stretch(number, event.unit);
             }
-            self.add_copy(number, lane, multiset, span, event);
+            if !event.places_only {
+                self.add_copy(number, lane, multiset, span, repeat, event.doubtful);
+            }
             self.settle(number);
             previous = number;
         }
@@ -152,14 +161,23 @@ impl Mirror {
                     format!("a unit of {unit} tokens, canonical blocks of {block}"),
                 );
             }
-            let want = count as u64 * u64::from(unit) + u64::from(self.settings.pairs);
+            if event.masked > 0 && !unit.is_multiple_of(block) {
+                return rejected(
+                    "unit_size",
+                    format!("masked units of {unit} tokens, canonical blocks of {block}"),
+                );
+            }
+            let units = count as u64 + u64::from(event.masked);
+            let want = units * u64::from(unit) + u64::from(self.settings.pairs);
             let tokens = event.tokens.len() as u64 / 4;
             if tokens != want {
                 return rejected(
                     "token_count",
-                    format!("{tokens} tokens for {count} units of {unit}, not {want}"),
+                    format!("{tokens} tokens for {units} units of {unit}, not {want}"),
                 );
             }
+        } else if event.masked > 0 {
+            return invalid(format!("{} masked units without tokens", event.masked));
         }
         let mut seen = HashSet::with_capacity(count);
         for (at, key) in event.hashes.chunks_exact(event.width).enumerate() {
@@ -212,6 +230,8 @@ impl Mirror {
                 )
             }
             Some(parent) => match self.origin(self.units.find(parent)) {
+                // The place of what follows masked blocks rests on the parent's alone.
+                Origin::Unknown if event.masked > 0 => return Ok(Known::Named),
                 // A block whose place is known anchors those that follow it.
                 Origin::Unknown => {
                     let anchors = numbers.iter().enumerate();
@@ -226,7 +246,8 @@ impl Mirror {
             Origin::Unknown => Known::Orphaned,
             Origin::Opaque => Known::Opaque { from },
             Origin::At(start) => {
-                let skip = from * event.unit as usize;
+                let start = self.beyond(start, event);
+                let skip = (from + event.masked as usize) * event.unit as usize;
                 let tokens = &event.tokens[skip * 4..];
                 let late = event
                     .media
@@ -236,6 +257,9 @@ impl Mirror {
                     .map(|(index, key)| (*index - skip as u32, key.clone()))
                     .collect();
                 let targets = self.targets(&start, event.unit, keys.len() - from, tokens, media);
+                if event.masked > 0 && !self.credible(event, numbers, &targets) {
+                    return Ok(Known::Named);
+                }
                 Known::Placed {
                     from,
                     start: start.unit,
@@ -243,6 +267,43 @@ impl Mirror {
                 }
             }
         })
+    }
+
+    /// Where masked blocks lie is the caller's inference: it must not contradict what is known, and no other engine hash
+    /// may stand at one of these places.
+    fn credible(&self, event: &Stored<'_>, numbers: &[Option<u32>], targets: &[Target]) -> bool {
+        numbers.iter().zip(targets).all(|(number, target)| {
+            let unit = number.and_then(|number| self.units.get(number));
+            match unit.map(|unit| &unit.place) {
+                Some(Place::At(spot)) => self.same(spot, event.unit, target),
+                Some(Place::Opaque) => false,
+                Some(Place::Waiting(_)) | None => self.nodes.find(target.chain).is_none(),
+            }
+        })
+    }
+
+    /// Where the first block that has a hash starts.
+    fn beyond(&self, start: Start, event: &Stored<'_>) -> Start {
+        let masked = event.masked as usize;
+        let targets = match masked {
+            0 => Vec::new(),
+            _ => self.targets(
+                &start,
+                event.unit,
+                masked,
+                event.tokens,
+                event.media.to_vec(),
+            ),
+        };
+        match targets.into_iter().next_back() {
+            Some(last) => Start {
+                unit: NONE,
+                chain: last.chain,
+                depth: last.depth,
+                tail: last.tail.map_or_else(Tail::default, |tail| *tail),
+            },
+            None => start,
+        }
     }
 
     fn origin(&self, number: Option<u32>) -> Origin {
@@ -334,7 +395,7 @@ impl Mirror {
                     Place::Waiting(_) => true,
                 },
                 (Known::Opaque { from }, place) if at >= *from => !matches!(place, Place::At(_)),
-                (_, Place::Waiting(Some(waiting))) => {
+                (_, Place::Waiting(Some(waiting))) if event.masked == 0 => {
                     **waiting == self.waiting_for(event, keys, at)
                 }
                 (_, _) => true,
@@ -479,6 +540,41 @@ impl Mirror {
         want as u32
     }
 
+    /// A placed unit, named as the end of one of `tokens` tokens: returns the span of its copies, 0 for its own.
+    fn stretch(&mut self, number: u32, tokens: u32) -> u32 {
+        let block = self.settings.block_tokens;
+        let Some(spot) = self.units.get(number).and_then(Unit::spot) else {
+            return 0;
+        };
+        let whole = spot.offset == 0 && spot.tail.is_none() && tokens.is_multiple_of(block);
+        let ends =
+            tokens > 0 && (u64::from(spot.depth) * u64::from(block)).is_multiple_of(tokens.into());
+        let want = (tokens / block) as usize;
+        if !whole || !ends || want <= spot.span as usize {
+            return 0;
+        }
+        let mut before = Vec::new();
+        let mut next = spot.nodes.first().copied();
+        while spot.nodes.len() + before.len() < want {
+            let parent = next
+                .and_then(|node| self.nodes.get(node))
+                .map(|node| node.parent);
+            let Some(parent) = parent.and_then(|hash| self.nodes.at(hash)) else {
+                return 0; // its place was forgotten
+            };
+            before.push(parent);
+            next = Some(parent);
+        }
+        let nodes: Vec<u32> = before.iter().rev().chain(&spot.nodes).copied().collect();
+        for &node in &before {
+            self.nodes.keep(node);
+        }
+        if let Some(Place::At(spot)) = self.units.get_mut(number).map(|unit| &mut unit.place) {
+            spot.nodes = nodes.into_boxed_slice();
+        }
+        want as u32
+    }
+
     fn make_opaque(&mut self, number: u32) {
         self.unwait(number);
         if let Some(unit) = self.units.get_mut(number) {
@@ -488,7 +584,7 @@ impl Mirror {
 
     /// Makes a unit an orphan, or renews its turn.
     fn wait(&mut self, number: u32, event: &Stored<'_>, keys: &[&[u8]], at: usize) {
-        let named = event.tokens.is_empty();
+        let named = event.tokens.is_empty() || event.masked > 0;
         let Some(unit) = self.units.get_mut(number) else {
             return;
         };
@@ -523,7 +619,26 @@ impl Mirror {
         }
     }
 
-    fn add_copy(&mut self, number: u32, lane: u8, multiset: bool, span: u32, event: &Stored<'_>) {
+    /// From the root, of blocks that are held: a report of a hit looks like this too. It names nothing else, so where
+    /// all is known that is held, a new block among them proves that all were computed again.
+    fn repeats(&self, event: &Stored<'_>, lane: u8, numbers: &[Option<u32>]) -> bool {
+        let held = |number: &Option<u32>| {
+            let unit = number.and_then(|number| self.units.get(number));
+            unit.is_some_and(|unit| unit.level(lane) != Level::None)
+        };
+        let rooted = event.parent.is_none() && !event.tokens.is_empty();
+        rooted && (!event.whole || numbers.iter().all(held))
+    }
+
+    fn add_copy(
+        &mut self,
+        number: u32,
+        lane: u8,
+        multiset: bool,
+        span: u32,
+        repeat: bool,
+        doubtful: bool,
+    ) {
         let known = self
             .units
             .get(number)
@@ -534,12 +649,12 @@ impl Mirror {
             confirmed: 0,
             upper: 0,
         });
-        // A report of a hit looks like this too; the one copy that is certain either way is counted already.
-        let repeat = event.parent.is_none() && !event.tokens.is_empty() && copies.confirmed > 0;
-        match (multiset, repeat || event.doubtful) {
+        // The one copy that is certain either way is counted already.
+        let ambiguous = repeat && copies.confirmed > 0;
+        match (multiset, ambiguous || doubtful) {
             (true, true) => copies.upper = copies.upper.saturating_add(1),
             (true, false) => copies.confirmed = copies.confirmed.saturating_add(1),
-            (false, _) if event.doubtful => (copies.confirmed, copies.upper) = (0, 1),
+            (false, _) if doubtful => (copies.confirmed, copies.upper) = (0, 1),
             (false, _) => (copies.confirmed, copies.upper) = (1, 0),
         }
         self.set_copies(number, copies);

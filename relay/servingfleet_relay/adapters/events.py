@@ -59,6 +59,16 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The range of a store that leaves out blocks: which of its blocks the hashes name, it does not say."""
+
+    parent: bytes | None
+    """Engine hash of the block before the range. None: it begins with the prompt."""
+    tokens: bytes
+    """Of the whole range."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Consecutive blocks now held. A placeholder has no tokens and `unit_tokens` 0."""
 
@@ -78,6 +88,8 @@ class Stored:
     """Keys went into these hashes that no router can compute."""
     doubtful: bool = False
     """The engine may hold it: counts as an upper bound only."""
+    span: Span | None = None
+    """Only of a placeholder."""
 
     @property
     def single(self) -> bool:

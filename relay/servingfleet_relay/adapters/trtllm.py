@@ -71,14 +71,15 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     if fields.get("lora_id") is not None:
         foreign.append(0)  # clients name adapters
     tokens = wire.pack_tokens([0 if type(token) is str else token for token in raw])
-    parent = fields["parent_block_hash"]
+    parent_value = fields["parent_block_hash"]
+    parent = None if parent_value is None else _hashes([parent_value])[0]
     event = Stored(
-        _shape(shape, width, [*fields["block_hashes"], parent]),
+        _shape(shape, width, [*fields["block_hashes"], parent_value]),
         TIER_GPU,
         Group(),
         hashes,
         width,
-        None if parent is None else wire.pack_hash(parent),
+        parent,
         tokens,
         unit,
         doubtful=True,

@@ -24,6 +24,7 @@ from .events import (
     Group,
     Removed,
     Shape,
+    Span,
     Stored,
     TierTraits,
 )
@@ -123,9 +124,15 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     if lookahead is not None and (type(lookahead) is not list or any(lookahead)):
         shape = replace(shape, unknown_fields=("lookahead_token_ids",))
     if group.kind not in PROFILE.attention_kinds:
-        # Masked blocks are left out of the hashes but not of the tokens: only the full-attention group's events can
-        # place them.
-        return [Stored(shape, tier, group, hashes, width, None, b"", unit)]
+        # Masked blocks are left out of the hashes but not of the tokens: the full-attention group's events place them.
+        span = _span(fields, parent, tokens, unit, len(hashes) // width if width else 0, adapter)
+        return [
+            Stored(
+                *(shape, tier, group, hashes, width, None, b"", unit),
+                adapter=adapter if span else "",
+                span=span,
+            )
+        ]
     count = len(hashes) // width if width else 0
     # Connectors that say "cpu" announce no removals.
     doubtful = fields.get("medium") == "cpu"
@@ -150,6 +157,24 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
         shape, tier, group, hashes, width, parent, tokens, unit, adapter, salt, False, doubtful
     )
     return _split(whole, opaque_from, count)
+
+
+def _span(
+    fields: Mapping[str, Any],
+    parent: bytes | None,
+    tokens: bytes,
+    unit: int,
+    count: int,
+    adapter: str,
+) -> Span | None:
+    """The range that a window or recurrent group's store speaks of; None where it can't be read."""
+    if not unit or not tokens or len(tokens) % (4 * unit) or len(tokens) < 4 * unit * count:
+        return None
+    if count == 0 and fields.get("extra_keys") is None:
+        return Span(parent, tokens)
+    # A salt is told with the prompt's first block, which may be left out: salted prompts are never placed.
+    _, opaque_from = _extra_keys(fields, count, False, adapter)
+    return Span(parent, tokens) if opaque_from >= count else None
 
 
 def _split(event: Stored, at: int, count: int) -> Sequence[Event]:

@@ -2,18 +2,18 @@
 
 A policy is one small class: it orders estimates, best first. It keeps no state of its own, so that `Explain` can ask
 it without consequence; what it needs to remember is in the candidates.
+
+Values are named tuples: every request makes some for every target, and nothing immutable is made faster.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(NamedTuple):
     """Prompt tokens that a target is expected to reuse: lower <= predicted <= upper."""
 
     prompt_tokens: int
@@ -24,8 +24,7 @@ class Reuse:
     """`predicted` from gpu, host, disk, shared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One (replica, rank) as known now, for one prompt."""
 
     replica: str
@@ -45,24 +44,20 @@ class Candidate:
     """Number of the last dispatch there, rising over all targets; 0: never."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """A part of the estimate, in seconds."""
 
     name: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A candidate and its expected seconds to first token."""
 
     candidate: Candidate
     terms: tuple[Term, ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(term.seconds for term in self.terms)
+    seconds: float
+    """Sum of the terms."""
 
 
 class Policy(Protocol):

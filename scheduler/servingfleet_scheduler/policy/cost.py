@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from .candidate import Estimate
@@ -24,7 +25,7 @@ class Cost:
         if not ordered:
             return []
         limit = ordered[0].seconds + max(TIE_S, TIE_SHARE * ordered[0].seconds)
-        ties = sum(1 for each in ordered if each.seconds <= limit)
+        ties = bisect_right(ordered, limit, key=lambda each: each.seconds)
         if ties > 1:
             chosen = ordered.pop(rng.randrange(ties))
             ordered.insert(0, chosen)

@@ -9,6 +9,7 @@ matters for a choice is their order of size, and a pool that differs sets its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .candidate import Candidate, Estimate, Reuse, Term
@@ -90,4 +91,19 @@ def estimate(speeds: Speeds, candidate: Candidate) -> Estimate:
     ]
     if candidate.unproven:
         terms.append(Term("unproven", speeds.unproven_s))
-    return Estimate(candidate, tuple(terms))
+    return Estimate(candidate, tuple(terms), sum(term.seconds for term in terms))
+
+
+def estimates(speeds: Speeds, candidates: Iterable[Candidate]) -> list[Estimate]:
+    """`estimate` of each. Most targets hold nothing of a prompt and are equal: those are worked out once."""
+    known: dict[tuple[Reuse, float, bool], Estimate] = {}
+    found = []
+    for candidate in candidates:
+        key = (candidate.reuse, candidate.queue_s, candidate.unproven)
+        equal = known.get(key)
+        if equal is None:
+            known[key] = made = estimate(speeds, candidate)
+        else:
+            made = Estimate(candidate, equal.terms, equal.seconds)
+        found.append(made)
+    return found

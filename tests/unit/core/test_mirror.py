@@ -152,6 +152,81 @@ def test_a_root_anchored_repeat_may_be_a_report_only() -> None:
     assert told(made.removed(GPU, keys(2), 8)) == [(DROP, GPU, 1, [b])]
 
 
+def test_a_new_block_after_a_repeat_proves_second_copies_where_the_history_is_whole() -> None:
+    made = mirror()
+    store(made, 0, 2)
+    made.stored(GPU, keys(1, 2, 3), 8, None, tokens(3 * BLOCK), BLOCK, 0.0, whole=True)
+    assert made.counts()["ambiguous_copies"] == 0
+    made.removed(GPU, keys(2, 1), 8)
+    assert held(made) == set(canonical(3))
+    late = mirror()
+    store(late, 0, 2)
+    late.stored(GPU, keys(1, 2, 3), 8, None, tokens(3 * BLOCK), BLOCK, 0.0)
+    assert late.counts()["ambiguous_copies"] == 2
+
+
+def test_a_repeat_of_known_blocks_only_may_be_a_report_however_whole_the_history() -> None:
+    made = mirror()
+    store(made, 0, 2)
+    made.stored(GPU, keys(1, 2), 8, None, tokens(2 * BLOCK), BLOCK, 0.0, whole=True)
+    assert made.counts()["ambiguous_copies"] == 2
+
+
+def test_a_chunk_named_by_its_last_block_covers_all_of_it() -> None:
+    made = mirror()
+    store(made, 0, 4)
+    made.stored(HOST, keys(2, 3), 8, None, b"", 2 * BLOCK, 0.0)
+    a, b, c, _ = canonical(4)
+    assert held(made, HOST) == {a, b, c}  # the third block ends no chunk
+    made.removed(GPU, keys(1, 2, 3, 4), 8)
+    assert held(made, HOST) == {a, b, c}
+    made.removed(HOST, keys(2), 8)
+    assert held(made, HOST) == {c}
+
+
+def test_blocks_after_masked_ones_are_placed_behind_them() -> None:
+    made = mirror()
+    made.stored(GPU, keys(3, 4), 8, None, tokens(4 * BLOCK), BLOCK, 0.0, masked=2)
+    assert held(made) == set(canonical(4)[2:])
+    assert made.place(keys(4)) == (canonical(4)[3], 4)
+    payload = tokens(3 * BLOCK, 4 * BLOCK)
+    made.stored(GPU, keys(7), 8, keys(4), payload, BLOCK, 0.0, masked=2)
+    assert made.place(keys(7)) == (canonical(7)[6], 7)
+
+
+def test_a_guess_of_masked_blocks_that_contradicts_what_is_known_places_nothing() -> None:
+    made = mirror()
+    store(made, 0, 3)
+    made.stored(GPU, keys(77), 8, None, tokens(3 * BLOCK), BLOCK, 0.0, masked=2)
+    assert made.place(keys(77)) is None  # another hash stands there
+    made.stored(GPU, keys(2), 8, None, tokens(3 * BLOCK), BLOCK, 0.0, masked=2)
+    assert made.place(keys(2)) == (canonical(2)[1], 2)
+    made.stored(GPU, keys(88), 8, keys(99), tokens(2 * BLOCK), BLOCK, 0.0, masked=1)
+    assert made.place(keys(88)) is None  # after a block of unknown place
+    assert (held(made), made.counts()["orphans"]) == (set(canonical(3)), 2)
+
+
+def test_masked_blocks_need_their_tokens_and_whole_canonical_blocks() -> None:
+    made = mirror()
+    with pytest.raises(ValueError, match="masked"):
+        made.stored(GPU, keys(1), 8, None, b"", BLOCK, 0.0, masked=1)
+    with pytest.raises(Rejected, match="token_count"):
+        made.stored(GPU, keys(1), 8, None, tokens(BLOCK), BLOCK, 0.0, masked=1)
+    with pytest.raises(Rejected, match="unit_size"):
+        made.stored(GPU, keys(1), 8, None, tokens(4), 2, 0.0, masked=1)
+
+
+def test_a_place_that_is_told_late_adds_no_copy() -> None:
+    made = mirror()
+    made.stored(GPU, keys(3, 4), 8, None, b"", BLOCK, 0.0)
+    assert held(made) == set()
+    payload = tokens(5 * BLOCK)
+    late = made.stored(GPU, keys(3, 4, 5), 8, None, payload, BLOCK, 0.0, masked=2, places_only=True)
+    assert told(late) == [(HOLD, GPU, 1, canonical(4)[2:])]
+    made.removed(GPU, keys(3), 8)
+    assert (held(made), made.place(keys(5))) == ({canonical(4)[3]}, None)
+
+
 def test_a_removal_of_what_is_not_held_spares_the_rest_of_its_event() -> None:
     made = mirror()
     store(made, 0, 2)

@@ -6,7 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from servingfleet_relay.__main__ import main
-from servingfleet_relay.options import BadOption, labels, rank_sockets, targets
+from servingfleet_relay.options import BadOption, labels, layer_groups, rank_sockets, targets
+from servingfleet_relay.settings import LayerGroup
 
 
 def test_one_address_stands_for_all_ranks() -> None:
@@ -58,6 +59,32 @@ def test_labels_need_a_key_and_a_value() -> None:
     for wrong in (["a"], ["=b"], [f"k{n}=" for n in range(65)], ["a=" + "x" * 513]):
         with pytest.raises(BadOption):
             labels(wrong)
+
+
+def test_layer_groups_have_a_kind_a_block_and_perhaps_a_window() -> None:
+    assert layer_groups(["sliding_window:32:64", "full_attention:32", "mamba:528"]) == (
+        LayerGroup("sliding_window", 32, 64),
+        LayerGroup("full_attention", 32),
+        LayerGroup("mamba", 528),
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "attention:32",
+        "full_attention",
+        "full_attention:0",
+        "full_attention:32:64",
+        "sliding_window:32",
+        "sliding_window:32:x",
+        "mamba:-1",
+    ],
+)
+def test_a_layer_group_that_can_not_be_is_refused(value: str) -> None:
+    with pytest.raises(BadOption, match="layer-group"):
+        layer_groups([value])
 
 
 def test_a_wrong_option_ends_with_2_and_says_what_was_expected() -> None:

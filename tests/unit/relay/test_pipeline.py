@@ -26,7 +26,7 @@ from servingfleet_protos.v1.stream_pb2 import (
 from servingfleet_relay.adapters import vllm
 from servingfleet_relay.adapters.events import Dropped
 from servingfleet_relay.pipeline import Pipeline, ReplayRequest
-from servingfleet_relay.settings import PipelineSettings
+from servingfleet_relay.settings import LayerGroup, PipelineSettings
 from tests.unit.relay.batches import CLEARED, END, live, payload, removed, reply, stored, tokens
 
 NOW = 1000.0
@@ -212,11 +212,34 @@ def test_a_window_group_gets_a_lane_and_its_place_from_the_attention_group() -> 
     assert state(relay) == "live"
 
 
-def test_window_groups_alone_are_not_trusted() -> None:
+def test_recurrent_groups_alone_leave_their_blocks_unplaced() -> None:
     relay = proven()
-    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 16}
-    relay.live(0, live(0, stored([2], tokens(2), group_idx=0, **window)), NOW)
-    assert state(relay) == "unproven"
+    relay.live(0, live(0, stored([2], tokens(2), group_idx=0, kv_cache_spec_kind="mamba")), NOW)
+    assert state(relay) == "history_lost"
+    assert held(relay) == (b"", b"")
+
+
+def test_groups_that_are_configured_are_declared_before_the_first_event() -> None:
+    groups = (LayerGroup("sliding_window", 32, 64), LayerGroup("full_attention", 32))
+    relay = proven(layer_groups=groups)
+    profile = relay.open_link(LINK, NOW).hello.profile
+    assert [(lane.group, lane.window_tokens, lane.unit_tokens) for lane in profile.lanes] == [
+        (0, 64, 32),
+        (1, 0, 32),
+    ]
+    told = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    relay.live(0, live(0, stored([1], tokens(1, 32), block=32, **told)), NOW)
+    assert held(relay, 1) == (canonical(tokens(2)), b"")
+    assert state(relay) == "live"
+
+
+def test_an_event_of_another_kind_than_configured_is_quarantined() -> None:
+    relay = proven(layer_groups=(LayerGroup("mamba", 16),))
+    relay.live(0, live(0, stored([1], tokens(1), group_idx=0)), NOW)
+    relay.live(
+        0, live(1, stored([1], tokens(1), group_idx=0, kv_cache_spec_kind="full_attention")), NOW
+    )
+    assert state(relay) == "quarantined"
 
 
 def test_a_group_of_unknown_kind_is_not_trusted() -> None:

@@ -9,7 +9,15 @@ import pytest
 
 from servingfleet_protos.v1.common_pb2 import TIER_DISK, TIER_GPU, TIER_HOST
 from servingfleet_relay.adapters import vllm
-from servingfleet_relay.adapters.events import Cleared, Doubt, Dropped, Event, Removed, Stored
+from servingfleet_relay.adapters.events import (
+    Cleared,
+    Doubt,
+    Dropped,
+    Event,
+    Removed,
+    Span,
+    Stored,
+)
 from tests.unit.relay.batches import (
     ARRAY_LENGTHS,
     CLEARED,
@@ -190,6 +198,7 @@ def test_masked_blocks_of_a_window_group_leave_hashes_without_tokens() -> None:
     )
     assert (event.hashes, event.tokens, event.unit_tokens) == (packed(4), b"", 16)
     assert (event.group.index, event.group.window_tokens) == (0, 64)
+    assert event.span == Span(None, struct.pack("<64I", *tokens(4)))
 
 
 def test_one_token_too_many_on_the_host_is_lmcaches_slice() -> None:
