@@ -8,18 +8,21 @@ READY := $(VENV)/.ready
 RUST := core/Cargo.toml core/Cargo.lock $(wildcard core/src/*.rs core/src/*/*.rs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench generate clean
+.PHONY: help setup demo test test-engine check bench generate clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(READY) ## build .venv with the Rust core and every dependency
 
 demo: $(READY) ## emulated engines, real relays, a real scheduler, the report (two minutes)
 	$(BIN)/servingfleet demo
 
-test: $(READY) ## unit, property, contract and integration tests
+test: $(READY) ## all tests that need no engine: unit, property, contract, integration, faults, simulation, fuzzing
 	$(BIN)/python -m pytest -q -rs
+
+test-engine: $(READY) ## the same against a real vLLM on CPU, in an environment of its own (3 minutes, 6 GB)
+	SERVINGFLEET_ENGINE=1 $(BIN)/python -m pytest -q -rs tests/engine
 
 check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust crate
 	$(BIN)/ruff check .

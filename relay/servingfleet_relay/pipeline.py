@@ -38,6 +38,8 @@ class ReplayRequest:
 
     rank: int
     start_seq: int
+    probe: bool = False
+    """Nothing is amiss: asked for after a silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,14 @@ class Pipeline:
 
     def take_replay_requests(self) -> list[ReplayRequest]:
         """Replays to ask the engine for; each is handed out once."""
-        wanted = [(rank, source.numbering.take_request()) for rank, source in self._ranks.items()]
-        return [ReplayRequest(rank, start) for rank, start in wanted if start is not None]
+        wanted = [
+            (rank, s.numbering, s.numbering.take_request()) for rank, s in self._ranks.items()
+        ]
+        return [
+            ReplayRequest(rank, start, numbering.probing)
+            for rank, numbering, start in wanted
+            if start is not None
+        ]
 
     # The engine's HTTP server.
 
@@ -158,6 +166,7 @@ class Pipeline:
         Chooses the adapter if that was left to the engine; else an answer that contradicts takes the trust away.
         """
         adapter = registry.named(engine)
+        before = (self._adapter.profile.engine, self._engine_version)
         if not self._known:
             self._adapter = adapter
             told = self._lanes.version
@@ -172,6 +181,10 @@ class Pipeline:
             else f"the engine says that it is {engine}, and the relay reads {reads}: restart the relay"
         )
         self.engine_version(version)
+        if (reads, version) != before:
+            # Only a hello tells what the engine is.
+            for outbox in self._links.values():
+                outbox.renew()
         for rank, source in self._ranks.items():
             source.mistrust(reason)
             if rank in self._waiting:

@@ -128,6 +128,11 @@ class Sequence:
         return STREAM_STATE_LIVE, ""
 
     @property
+    def probing(self) -> bool:
+        """The replay under way was asked for after a silence only."""
+        return self._replay is not None and self._replay.probe
+
+    @property
     def whole(self) -> bool:
         """All that this engine process published up to the last batch applied is known."""
         return not self._incomplete

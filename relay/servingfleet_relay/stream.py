@@ -54,6 +54,8 @@ class Links:
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake: dict[str, asyncio.Event] = {}
+        self._unresolved: set[str] = set()
+        """Targets whose trouble was told."""
 
     def wake(self) -> None:
         """There may be something to send."""
@@ -96,8 +98,12 @@ class Links:
             async with asyncio.timeout(self._settings.connect_deadline_s):
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
-            log.debug("scheduler not resolved", extra={"scheduler": target, "error": str(error)})
+            if target not in self._unresolved:
+                self._unresolved.add(target)
+                fields = {"scheduler": target, "error": _why(error)}
+                log.warning("scheduler not resolved", extra=fields)
             return frozenset()
+        self._unresolved.discard(target)
         return frozenset(
             f"[{address[0]!s}]:{address[1]!s}"
             if ":" in str(address[0])
@@ -203,7 +209,9 @@ class Links:
                     async with asyncio.timeout(self._settings.ack_deadline_s):
                         await _write(call, message)
             if self._pipeline.broken(address):
-                raise Unreachable("fell too far behind, or broke the protocol: starts anew")
+                raise Unreachable(
+                    "fell too far behind, broke the protocol, or the hello has changed: starts anew"
+                )
             await wake.wait()
 
 

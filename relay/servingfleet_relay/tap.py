@@ -133,7 +133,8 @@ class Replays:
         if endpoint is None:
             self._pipeline.replay_failed(request.rank, "no replay socket", self._clock())
             return
-        log.info("replay wanted", extra=fields)
+        # A silent engine is asked again and again.
+        log.log(logging.DEBUG if request.probe else logging.INFO, "replay wanted", extra=fields)
         # A fresh socket: answers to an older request can't be mistaken for this one's.
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0

@@ -262,9 +262,18 @@ def test_an_engine_that_has_not_said_what_it_is_counts_for_nothing() -> None:
 
 def test_an_engine_that_says_what_it_is_is_read_from_its_first_batch() -> None:
     relay = vllm_pipeline.pipeline(engine="auto")
-    opening = vllm_pipeline.linked(relay)
+    vllm_pipeline.linked(relay)
     relay.socket_up(0, NOW)
     relay.engine_found("sglang", "0.5.23", NOW)
+    # Only a hello tells what the engine is: the link is made anew.
+    assert relay.broken(vllm_pipeline.LINK)
+    relay.close_link(vllm_pipeline.LINK)
+    hello = relay.open_link(vllm_pipeline.LINK, NOW).hello
+    assert (hello.engine, hello.engine_version) == ("sglang", "0.5.23")
+    assert [rule.tier for rule in hello.profile.tiers] == [
+        common_pb2.TIER_GPU,
+        common_pb2.TIER_HOST,
+    ]
     (request,) = relay.take_replay_requests()
     assert request.start_seq == 0
     relay.replayed(0, [b"", *live(0, stored(PROMPT))], NOW)
@@ -272,9 +281,6 @@ def test_an_engine_that_says_what_it_is_is_read_from_its_first_batch() -> None:
     assert state(relay) == "live"
     assert held(relay)[0] == canonical(PROMPT)
     assert relay.status().engine == "sglang"
-    profiles = [m.profile for m in vllm_pipeline.take(relay) if m.HasField("profile")]
-    assert opening
-    assert [rule.tier for rule in profiles[-1].tiers] == [common_pb2.TIER_GPU, common_pb2.TIER_HOST]
 
 
 def test_an_engine_that_is_another_than_configured_is_not_trusted() -> None:
