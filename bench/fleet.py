@@ -90,11 +90,12 @@ def hello(replica: str) -> RelayMessage:
             replica=replica,
             stream_id="bench",
             model=MODEL,
-            engine="vllm",
             endpoint=f"{replica}:8000",
             block_tokens=BLOCK_TOKENS,
             hash_version=HASH_VERSION,
-            profile=stream_pb2.Profile(lanes=[lane], adapters_separated=True, salts_separated=True),
+            profile=stream_pb2.Profile(
+                lanes=[lane], adapters_separated=True, salts_separated=True, engine="vllm"
+            ),
             ranks=[
                 stream_pb2.RankState(
                     rank=0, incarnation=1, state=common_pb2.STREAM_STATE_LIVE, engine_seq=0

@@ -149,11 +149,6 @@ class Outbox:
         self._forget_session()
         self.phase = Phase.BROKEN
 
-    def renew(self) -> None:
-        """What the hello says has changed: the connection is made anew."""
-        if self.phase is not Phase.CLOSED:
-            self.give_up()
-
     def acknowledge(self, seq: int) -> None:
         """Everything up to `seq` has arrived."""
         while self._sent and self._sent[0][0] <= seq:

@@ -15,6 +15,7 @@ from servingfleet_protos.v1.stream_pb2 import (
     Delta,
     EngineLoad,
     Hello,
+    Profile,
     RankState,
     RelayCounters,
     RelayMessage,
@@ -166,7 +167,6 @@ class Pipeline:
         Chooses the adapter if that was left to the engine; else an answer that contradicts takes the trust away.
         """
         adapter = registry.named(engine)
-        before = (self._adapter.profile.engine, self._engine_version)
         if not self._known:
             self._adapter = adapter
             told = self._lanes.version
@@ -181,10 +181,6 @@ class Pipeline:
             else f"the engine says that it is {engine}, and the relay reads {reads}: restart the relay"
         )
         self.engine_version(version)
-        if (reads, version) != before:
-            # Only a hello tells what the engine is.
-            for outbox in self._links.values():
-                outbox.renew()
         for rank, source in self._ranks.items():
             source.mistrust(reason)
             if rank in self._waiting:
@@ -201,10 +197,12 @@ class Pipeline:
             self._spread(source)
 
     def engine_version(self, version: str) -> None:
-        """The engine's own version; told in the next hello."""
-        # Out of the engine's JSON, which may hold half a surrogate pair; a hello with more is refused.
+        """The engine's own version."""
+        # Out of the engine's JSON, which may hold half a surrogate pair; a profile with more is refused.
         text = version.encode(errors="replace")[:MAX_VERSION_BYTES].decode(errors="ignore")
-        self._engine_version = text
+        if text != self._engine_version:
+            self._engine_version = text
+            self._lanes.version += 1
         self._lanes.release(text)
         self._spread_profile()
 
@@ -258,12 +256,10 @@ class Pipeline:
                 replica=settings.replica,
                 stream_id=settings.stream_id,
                 model=settings.model,
-                engine=self._adapter.profile.engine,
-                engine_version=self._engine_version,
                 endpoint=settings.endpoint,
                 block_tokens=settings.block_tokens,
                 hash_version=settings.hash_version,
-                profile=self._lanes.message(),
+                profile=self._profile(),
                 ranks=self._states(),
                 resume_instance=instance,
                 resume_from=first,
@@ -415,7 +411,13 @@ class Pipeline:
             self._put(self._profile_message())
 
     def _profile_message(self) -> RelayMessage:
-        return RelayMessage(profile=self._lanes.message())
+        return RelayMessage(profile=self._profile())
+
+    def _profile(self) -> Profile:
+        profile = self._lanes.message()
+        profile.engine = self._adapter.profile.engine
+        profile.engine_version = self._engine_version
+        return profile
 
     def _put(self, message: RelayMessage) -> None:
         body = Body.of(message)

@@ -107,8 +107,8 @@ class Fleet:
             endpoint=hello.endpoint or (static.endpoint if static else ""),
         )
         replica.static = static
-        replica.engine = hello.engine
-        replica.engine_version = hello.engine_version
+        replica.engine = hello.profile.engine
+        replica.engine_version = hello.profile.engine_version
         replica.labels = dict(hello.labels)
         replica.connected = True
         for said in hello.ranks:
@@ -144,6 +144,7 @@ class Fleet:
         core = core_profile(profile, block_tokens=self._settings.block_tokens)
         self._indexes[replica.model].set_profile(replica.number, core)
         replica.profile = profile
+        replica.engine, replica.engine_version = profile.engine, profile.engine_version
 
     def expire(self, now: float) -> list[str]:
         """Forgets replicas that were away too long; returns their names. Configured ones stay, without a relay."""

@@ -47,8 +47,7 @@ def check_hello(hello: stream_pb2.Hello, *, block_tokens: int, max_ranks: int) -
     _check_size("replica", hello.replica, 1, MAX_REPLICA_BYTES)
     _check_size("stream_id", hello.stream_id, 1, MAX_STREAM_ID_BYTES)
     _check_size("model", hello.model, 1, MAX_MODEL_BYTES)
-    for name in ("engine", "engine_version", "endpoint"):
-        _check_size(name, getattr(hello, name), 0, MAX_TEXT_BYTES)
+    _check_size("endpoint", hello.endpoint, 0, MAX_TEXT_BYTES)
     _check_size("resume_instance", hello.resume_instance, 0, MAX_STREAM_ID_BYTES)
     if len(hello.labels) > MAX_LABELS:
         raise malformed("HELLO_LABELS", f"{len(hello.labels)} labels; at most {MAX_LABELS}")
@@ -86,6 +85,8 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
     """Raises SessionRefused for lanes or tier rules that the core can't read."""
     if len(profile.lanes) > MAX_LANES:
         raise malformed("PROFILE_LANES", f"{len(profile.lanes)} lanes; at most {MAX_LANES}")
+    for name in ("engine", "engine_version"):
+        _check_size(name, getattr(profile, name), 0, MAX_TEXT_BYTES)
     if profile.key_form not in _FORMS:
         raise malformed("PROFILE_KEY_FORM", f"unknown key form {profile.key_form}")
     numbers: set[int] = set()

@@ -201,9 +201,9 @@ class NaiveIndex:
                 trusted = known.trusted and known.complete
                 upper = question.resumed("upper" if trusted else "open")
                 if known.trusted:
-                    possible = question.resumed("upper")
-                    lower = min(lower, predicted, possible, key=sum)
-                    upper = max(upper, predicted, lower, key=sum) if trusted else upper
+                    views = (lower, predicted, question.resumed("upper"))
+                    lower = min(views, key=sum)
+                    upper = max(views, key=sum) if trusted else upper
             answers.append(
                 Answer(
                     replica,

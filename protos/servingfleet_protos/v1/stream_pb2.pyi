@@ -180,8 +180,6 @@ class Hello(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     STREAM_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    ENGINE_FIELD_NUMBER: _builtins.int
-    ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     HASH_VERSION_FIELD_NUMBER: _builtins.int
@@ -198,10 +196,6 @@ class Hello(_message.Message):
     """Random, one life of the relay process. 1 to 64 bytes."""
     model: _builtins.str
     """Model as clients name it in RouteRequest. 1 to 512 bytes."""
-    engine: _builtins.str
-    """"vllm", "sglang", ...: for people and metrics only, no rule depends on it. Empty: unknown."""
-    engine_version: _builtins.str
-    """As the engine reports it. Empty: unknown."""
     endpoint: _builtins.str
     """Where clients reach the engine, host:port. Empty: unknown; the client resolves the replica itself."""
     block_tokens: _builtins.int
@@ -229,8 +223,6 @@ class Hello(_message.Message):
         replica: _builtins.str = ...,
         stream_id: _builtins.str = ...,
         model: _builtins.str = ...,
-        engine: _builtins.str = ...,
-        engine_version: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         block_tokens: _builtins.int = ...,
         hash_version: _builtins.str = ...,
@@ -242,7 +234,7 @@ class Hello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "engine", b"engine", "engine_version", b"engine_version", "hash_version", b"hash_version", "labels", b"labels", "model", b"model", "profile", b"profile", "protocol_version", b"protocol_version", "ranks", b"ranks", "replica", b"replica", "resume_from", b"resume_from", "resume_instance", b"resume_instance", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "endpoint", b"endpoint", "hash_version", b"hash_version", "labels", b"labels", "model", b"model", "profile", b"profile", "protocol_version", b"protocol_version", "ranks", b"ranks", "replica", b"replica", "resume_from", b"resume_from", "resume_instance", b"resume_instance", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,11 +251,17 @@ class Profile(_message.Message):
     KEY_FORM_FIELD_NUMBER: _builtins.int
     ADAPTERS_SEPARATED_FIELD_NUMBER: _builtins.int
     SALTS_SEPARATED_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     key_form: _common_pb2.KeyForm.ValueType
     adapters_separated: _builtins.bool
     """True: blocks of different adapters (LoRA) are told apart by the engine's events."""
     salts_separated: _builtins.bool
     """True: blocks of different cache salts are told apart by the engine's events."""
+    engine: _builtins.str
+    """"vllm", "sglang", ...: for people and metrics only, no rule depends on it. Empty: not known yet."""
+    engine_version: _builtins.str
+    """As the engine reports it. Empty: not known yet."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lane]:
         """Indexed by `Lane.lane`. At most 64."""
@@ -280,10 +278,12 @@ class Profile(_message.Message):
         key_form: _common_pb2.KeyForm.ValueType = ...,
         adapters_separated: _builtins.bool = ...,
         salts_separated: _builtins.bool = ...,
+        engine: _builtins.str = ...,
+        engine_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_separated", b"adapters_separated", "key_form", b"key_form", "lanes", b"lanes", "salts_separated", b"salts_separated", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_separated", b"adapters_separated", "engine", b"engine", "engine_version", b"engine_version", "key_form", b"key_form", "lanes", b"lanes", "salts_separated", b"salts_separated", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,7 +107,7 @@ def test_the_hello_says_who_speaks_and_by_which_rules() -> None:
     relay = pipeline(ranks=(0, 1), labels={"zone": "a"}, endpoint="e:1")
     hello = relay.open_link(LINK, NOW).hello
     assert (hello.protocol_version, hello.replica, hello.model) == (1, "r", "m")
-    assert (hello.stream_id, hello.engine, hello.hash_version) == ("s", "vllm", "sf1")
+    assert (hello.stream_id, hello.profile.engine, hello.hash_version) == ("s", "vllm", "sf1")
     assert (hello.block_tokens, hello.endpoint, dict(hello.labels)) == (16, "e:1", {"zone": "a"})
     assert [r.rank for r in hello.ranks] == [0, 1]
     assert {r.state for r in hello.ranks} == {common_pb2.STREAM_STATE_UNPROVEN}

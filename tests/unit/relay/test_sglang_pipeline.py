@@ -257,23 +257,14 @@ def test_an_engine_that_has_not_said_what_it_is_counts_for_nothing() -> None:
     assert (state(relay), relay.counters()["batches_engine_unknown"]) == ("unproven", 1)
     relay.engine_unknown("no answer")
     assert reason(relay) == "engine unknown: no answer"
-    assert relay.open_link("l", NOW).hello.engine == ""
+    assert relay.open_link("l", NOW).hello.profile.engine == ""
 
 
 def test_an_engine_that_says_what_it_is_is_read_from_its_first_batch() -> None:
     relay = vllm_pipeline.pipeline(engine="auto")
-    vllm_pipeline.linked(relay)
+    opening = vllm_pipeline.linked(relay)
     relay.socket_up(0, NOW)
     relay.engine_found("sglang", "0.5.23", NOW)
-    # Only a hello tells what the engine is: the link is made anew.
-    assert relay.broken(vllm_pipeline.LINK)
-    relay.close_link(vllm_pipeline.LINK)
-    hello = relay.open_link(vllm_pipeline.LINK, NOW).hello
-    assert (hello.engine, hello.engine_version) == ("sglang", "0.5.23")
-    assert [rule.tier for rule in hello.profile.tiers] == [
-        common_pb2.TIER_GPU,
-        common_pb2.TIER_HOST,
-    ]
     (request,) = relay.take_replay_requests()
     assert request.start_seq == 0
     relay.replayed(0, [b"", *live(0, stored(PROMPT))], NOW)
@@ -281,6 +272,11 @@ def test_an_engine_that_says_what_it_is_is_read_from_its_first_batch() -> None:
     assert state(relay) == "live"
     assert held(relay)[0] == canonical(PROMPT)
     assert relay.status().engine == "sglang"
+    profiles = [m.profile for m in vllm_pipeline.take(relay) if m.HasField("profile")]
+    assert opening
+    told = profiles[-1]
+    assert (told.engine, told.engine_version) == ("sglang", "0.5.23")
+    assert [rule.tier for rule in told.tiers] == [common_pb2.TIER_GPU, common_pb2.TIER_HOST]
 
 
 def test_an_engine_that_is_another_than_configured_is_not_trusted() -> None:

@@ -78,6 +78,7 @@ def profile(unit: int = BLOCK) -> stream_pb2.Profile:
         ],
         adapters_separated=True,
         salts_separated=True,
+        engine="vllm",
     )
 
 
@@ -88,7 +89,6 @@ def hello(replica: str = "r1", *, ranks: Iterable[int] = (0,), **fields: Any) ->
         "replica": replica,
         "stream_id": f"stream of {replica}",
         "model": MODEL,
-        "engine": "vllm",
         "endpoint": f"{replica}:8000",
         "block_tokens": BLOCK,
         "hash_version": HASH_VERSION,

@@ -539,3 +539,13 @@ def test_a_configured_replica_outlives_its_relay() -> None:
     relay.session.close(0.0)
     scheduler.tick(601.0)
     assert rank_of(scheduler).state == common_pb2.STREAM_STATE_UNSPECIFIED
+
+
+def test_what_the_engine_is_may_be_told_later() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    later = profile()
+    later.engine_version = "0.33.0"
+    relay.send(profile=later)
+    (told,) = scheduler.list_replicas(fleet_pb2.ListReplicasRequest(), 0.0).replicas
+    assert (told.engine, told.engine_version) == ("vllm", "0.33.0")
