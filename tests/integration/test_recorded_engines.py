@@ -11,6 +11,11 @@ from tests.contract.test_recordings import RECORDINGS, recording
 from tests.integration.fleet import Fleet
 from tests.recordings import recordings_dir
 
+RACES = {"f3-mistral-all-swa"}
+"""Nothing but window groups: what the engine keeps is placed by the prompt that was dispatched, which reaches the relay by
+another road than the engine's event and may come after it. Until then it counts in `upper` only; `verify`, where nothing
+races, is exact."""
+
 
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_processes_predict_what_the_engine_reported(name: str, fleet: Fleet) -> None:
@@ -19,7 +24,8 @@ async def test_processes_predict_what_the_engine_reported(name: str, fleet: Flee
     player = await fleet.player(played, scheduler)
     verdicts = [verdict async for verdict in player.play()]
     assert len(verdicts) == len(played.requests)
-    assert [describe(v) for v in verdicts if v.wrong] == []
+    misses = [v for v in verdicts if v.wrong and not (name in RACES and v.in_bounds)]
+    assert [describe(v) for v in misses] == []
 
 
 async def test_the_report_counts_every_outcome_once(fleet: Fleet) -> None:
