@@ -17,6 +17,7 @@ from operator import itemgetter
 from servingfleet_protos.v1 import routing_pb2
 from servingfleet_relay.adapters.events import Cleared, Event, Stored
 from servingfleet_relay.adapters.registry import ADAPTERS
+from servingfleet_relay.frames import END_OF_REPLAY
 from servingfleet_relay.pipeline import Pipeline, RankStatus
 from servingfleet_relay.settings import PipelineSettings
 from servingfleet_scheduler.service import Scheduler
@@ -319,7 +320,7 @@ class _Play:
         for message in ring:
             if (message.seq or 0) >= start:
                 self.relay.replayed(rank, [b"", *message.frames], now)
-        self.relay.replayed(rank, [b"", b"", b"\xff" * 8, b""], now)
+        self.relay.replayed(rank, [b"", b"", END_OF_REPLAY.to_bytes(8, "big"), b""], now)
 
 
 def _clears(recording: Recording, message: Message) -> bool:

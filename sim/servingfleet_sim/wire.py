@@ -14,9 +14,11 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
+from servingfleet_relay.frames import END_OF_REPLAY
+
 from .recordings import Message
 
-END = b"\xff" * 8
+END = END_OF_REPLAY.to_bytes(8, "big")
 """Sequence number of the replay's end marker: -1."""
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from servingfleet_protos.v1.common_pb2 import TIER_GPU
+
 from ..frames import BadFrames, live_frame
 from . import wire
-from .events import Batch, Doubt, Dropped, Event, Shape
+from .events import Batch, Cleared, Doubt, Dropped, Event, Shape
 from .wire import BadValue
 
 
@@ -94,3 +96,39 @@ def _fields(raw: Any, schema: Schema) -> tuple[Mapping[str, Any], tuple[str, ...
         f"{key!a:.40}" for key, value in raw.items() if key not in known_keys and value is not None
     )
     return raw, tuple(unknown[:8])
+
+
+def tier_of(fields: Mapping[str, Any], shape: Shape, media: Mapping[str, int]) -> int:
+    """The tier of an event's medium. Raises BadValue: an unknown medium is never the GPU."""
+    if "medium" not in fields and shape.form != "map":
+        return TIER_GPU  # releases whose arrays end before it had no other
+    medium = fields.get("medium")
+    if medium is None:
+        raise BadValue("medium_missing", "no medium in a release that names it")
+    tier = media.get(medium) if type(medium) is str else None
+    if tier is None:
+        known = ", ".join(media)
+        raise BadValue("unknown_medium", f"medium {medium!r:.40}; known: {known}")
+    return tier
+
+
+def removal_of_no_tier(error: BadValue, shape: Shape) -> Dropped:
+    """A removal whose medium `tier_of` refused."""
+    # Nothing is known to be held in an unknown medium; without one it may have been any.
+    doubt = Doubt.STALE if error.reason == "medium_missing" else Doubt.NONE
+    return Dropped(error.reason, f"{shape.tag}: {error}", doubt)
+
+
+def _cleared(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
+    return [Cleared(shape)]
+
+
+CLEARED = Schema(
+    fields=(),
+    lengths=frozenset({1}),
+    required=frozenset(),
+    map_only=frozenset(),
+    doubt=Doubt.STALE,
+    build=_cleared,
+)
+"""AllBlocksCleared, where it may be an array or a map."""

@@ -18,7 +18,6 @@ from . import schema, wire
 from .events import (
     Adapter,
     Batch,
-    Cleared,
     Doubt,
     Dropped,
     EngineProfile,
@@ -122,7 +121,7 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
         tells_salts=is_map,
         pairs=pairs,
     )
-    tier = _tier(fields, shape)
+    tier = schema.tier_of(fields, shape, MEDIA)
     salt = wire.text("cache salt", _salt(fields, is_map))
     adapter = wire.text("lora_name", fields.get("lora_name"))
     event = Stored(shape, tier, Group(), hashes, width, parent, tokens, unit, adapter, salt)
@@ -218,30 +217,11 @@ def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     low, high = wire.signs(fields["block_hashes"])
     shape = replace(shape, hash_width=width, low=low, high=high)
     try:
-        tier = _tier(fields, shape)
+        tier = schema.tier_of(fields, shape, MEDIA)
     except BadValue as error:
-        # Nothing is known to be held in an unknown medium; without one it may have been any.
-        doubt = Doubt.STALE if error.reason == "medium_missing" else Doubt.NONE
-        return [Dropped(error.reason, f"{shape.tag}: {error}", doubt)]
+        return [schema.removal_of_no_tier(error, shape)]
     named = wire.distinct(hashes, width) if hashes else hashes
     return [Removed(shape, tier, Group(), named, width, twice=len(named) < len(hashes))]
-
-
-def _cleared(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
-    return [Cleared(shape)]
-
-
-def _tier(fields: Mapping[str, Any], shape: Shape) -> int:
-    if "medium" not in fields and shape.form != "map":
-        return TIER_GPU  # before 0.5.9 there was no other
-    medium = fields.get("medium")
-    if medium is None:
-        raise BadValue("medium_missing", "no medium in a release that names it")
-    tier = MEDIA.get(medium) if type(medium) is str else None
-    if tier is None:
-        known = ", ".join(MEDIA)
-        raise BadValue("unknown_medium", f"medium {medium!r:.40}; known: {known}")
-    return tier
 
 
 _SCHEMAS: Mapping[str, Schema] = {
@@ -275,14 +255,7 @@ _SCHEMAS: Mapping[str, Schema] = {
         build=_removed,
         grave=frozenset({"hash_type", "hash_width", "hash_range"}),
     ),
-    "AllBlocksCleared": Schema(
-        fields=(),
-        lengths=frozenset({1}),
-        required=frozenset(),
-        map_only=frozenset(),
-        doubt=Doubt.STALE,
-        build=_cleared,
-    ),
+    "AllBlocksCleared": schema.CLEARED,
 }
 
 ADAPTER = Adapter(PROFILE, decode_payload)

@@ -232,26 +232,12 @@ def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     try:
         tier = _tier(fields, shape)
     except BadValue as error:
-        # Nothing is known to be held in an unknown medium; without one it may have been any.
-        doubt = Doubt.STALE if error.reason == "medium_missing" else Doubt.NONE
-        return [Dropped(error.reason, f"{shape.tag}: {error}", doubt)]
+        return [schema.removal_of_no_tier(error, shape)]
     return [Removed(shape, tier, _group(fields), hashes, width)]
 
 
-def _cleared(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
-    return [Cleared(shape)]
-
-
 def _tier(fields: Mapping[str, Any], shape: Shape) -> int:
-    if "medium" not in fields and shape.form != "map":
-        return TIER_GPU  # before 0.10.2 there was no other
-    medium = fields.get("medium")
-    if medium is None:
-        raise BadValue("medium_missing", "no medium in a release that names it")
-    tier = MEDIA.get(medium) if type(medium) is str else None
-    if tier is None:
-        known = ", ".join(MEDIA)
-        raise BadValue("unknown_medium", f"medium {medium!r:.40}; known: {known}")
+    tier = schema.tier_of(fields, shape, MEDIA)
     if fields.get("locality") not in (None, "LOCAL"):
         raise BadValue("remote_medium", f"locality {fields['locality']!r:.40}; expected LOCAL")
     return tier
@@ -285,14 +271,7 @@ _SCHEMAS: Mapping[str, Schema] = {
         doubt=Doubt.STALE,
         build=_removed,
     ),
-    "AllBlocksCleared": Schema(
-        fields=(),
-        lengths=frozenset({1}),
-        required=frozenset(),
-        map_only=frozenset(),
-        doubt=Doubt.STALE,
-        build=_cleared,
-    ),
+    "AllBlocksCleared": schema.CLEARED,
 }
 
 ADAPTER = Adapter(PROFILE, decode_payload)
