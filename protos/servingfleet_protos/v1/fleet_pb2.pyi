@@ -202,6 +202,26 @@ class ReuseSums(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ProductsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DECISIONS_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
@@ -212,6 +232,8 @@ class ReuseSums(_message.Message):
     ERRONEOUS_FIELD_NUMBER: _builtins.int
     INTERVAL_HITS_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
     decisions: _builtins.int
     pairs: _builtins.int
     prompt: _builtins.int
@@ -225,6 +247,14 @@ class ReuseSums(_message.Message):
     interval_hits: _builtins.int
     """Pairs whose report lay between `lower` and `upper`."""
     rejected: _builtins.int
+    joined: _builtins.int
+    """Decisions of this scheduler that found their outcome."""
+    @_builtins.property
+    def products(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sums of products over pairs, by name ("actual_prompt": tokens reported reused times prompt tokens), for intervals of
+        added sums.
+        """
+
     def __init__(
         self,
         *,
@@ -238,10 +268,12 @@ class ReuseSums(_message.Message):
         erroneous: _builtins.int = ...,
         interval_hits: _builtins.int = ...,
         rejected: _builtins.int = ...,
+        joined: _builtins.int = ...,
+        products: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "agreed", b"agreed", "best", b"best", "decisions", b"decisions", "erroneous", b"erroneous", "interval_hits", b"interval_hits", "pairs", b"pairs", "predicted", b"predicted", "prompt", b"prompt", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "agreed", b"agreed", "best", b"best", "decisions", b"decisions", "erroneous", b"erroneous", "interval_hits", b"interval_hits", "joined", b"joined", "pairs", b"pairs", "predicted", b"predicted", "products", b"products", "prompt", b"prompt", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

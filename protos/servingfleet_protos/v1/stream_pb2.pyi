@@ -41,6 +41,7 @@ class RelayMessage(_message.Message):
     CREDIT_ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    CREDENTIAL_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Position in the session, from 1, rising by one. 0 for messages that are not resent: hello, load, counters."""
     @_builtins.property
@@ -81,6 +82,10 @@ class RelayMessage(_message.Message):
     def counters(self) -> Global___RelayCounters:
         """Not sequenced: totals since the relay's start."""
 
+    @_builtins.property
+    def credential(self) -> Global___Credential:
+        """Not sequenced, and never kept: a renewed proof of who speaks, see Credential."""
+
     def __init__(
         self,
         *,
@@ -95,16 +100,39 @@ class RelayMessage(_message.Message):
         credit_ended: Global___CreditEnded | None = ...,
         load: Global___EngineLoad | None = ...,
         counters: Global___RelayCounters | None = ...,
+        credential: Global___Credential | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "profile", "rank_state", "snapshot_begin", "snapshot_end", "delta", "credit_opened", "credit_ended", "load", "counters"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "profile", "rank_state", "snapshot_begin", "snapshot_end", "delta", "credit_opened", "credit_ended", "load", "counters", "credential"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___RelayMessage: _TypeAlias = RelayMessage  # noqa: Y015
+
+@_typing.final
+class Credential(_message.Message):
+    """A stream outlives the token it was opened with: the relay sends each renewed one, the scheduler checks again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """As in the call's `authorization` metadata, without "Bearer ". At most 16 KiB."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credential: _TypeAlias = Credential  # noqa: Y015
 
 @_typing.final
 class SchedulerMessage(_message.Message):

@@ -49,7 +49,8 @@ class RelayIntakeServicer:
         Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
         ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
         again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
-        stops: reconnect elsewhere).
+        stops: reconnect elsewhere), UNAUTHENTICATED (no valid token, or it is no longer: come back with a fresh one),
+        PERMISSION_DENIED (the token is another pod's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,8 @@ class RelayIntakeStub:
     Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
     ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
     again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
-    stops: reconnect elsewhere).
+    stops: reconnect elsewhere), UNAUTHENTICATED (no valid token, or it is no longer: come back with a fresh one),
+    PERMISSION_DENIED (the token is another pod's).
     """
 
 @_typing.type_check_only
@@ -53,7 +54,8 @@ class RelayIntakeAsyncStub(RelayIntakeStub):
     Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
     ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
     again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
-    stops: reconnect elsewhere).
+    stops: reconnect elsewhere), UNAUTHENTICATED (no valid token, or it is no longer: come back with a fresh one),
+    PERMISSION_DENIED (the token is another pod's).
     """
 
 class RelayIntakeServicer(metaclass=_abc_1.ABCMeta):
@@ -67,7 +69,8 @@ class RelayIntakeServicer(metaclass=_abc_1.ABCMeta):
         Ends with INVALID_ARGUMENT (malformed, reason in ErrorInfo), FAILED_PRECONDITION (other hash version or block size),
         ABORTED (a sequence number out of order: reconnect), ALREADY_EXISTS (another stream speaks for this replica, try
         again; or a newer one has taken over, don't), RESOURCE_EXHAUSTED (too many replicas), UNAVAILABLE (this scheduler
-        stops: reconnect elsewhere).
+        stops: reconnect elsewhere), UNAUTHENTICATED (no valid token, or it is no longer: come back with a fresh one),
+        PERMISSION_DENIED (the token is another pod's).
         """
 
 def add_RelayIntakeServicer_to_server(servicer: RelayIntakeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
