@@ -46,6 +46,8 @@ class Endpoints:
     """0: no replay."""
     host: str = "127.0.0.1"
     """Address to bind; `*` for all."""
+    connect: bool = False
+    """Publish to a subscriber that binds the event ports at `host`, as vLLM does given a concrete address."""
 
 
 class EventSockets:
@@ -79,7 +81,11 @@ class EventSockets:
             self._ring[rank].clear()
             publisher = self._context.socket(zmq.PUB)
             self._publishers.append(publisher)
-            publisher.bind(f"tcp://{self.endpoints.host}:{self.endpoints.events_port + rank}")
+            address = f"tcp://{self.endpoints.host}:{self.endpoints.events_port + rank}"
+            if self.endpoints.connect:
+                publisher.connect(address)
+            else:
+                publisher.bind(address)
             if not self.endpoints.replay_port:
                 continue
             router = self._context.socket(zmq.ROUTER)

@@ -34,6 +34,11 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--host", default="127.0.0.1", help="Address to bind, for HTTP and events.")
 @click.option("--port", type=PORT, default=8000, help="HTTP port; 0: a free one.")
 @click.option("--events-port", type=PORT, default=5557, help="Of rank 0; 0: free ones.")
+@click.option(
+    "--events-connect",
+    is_flag=True,
+    help="Publish to a relay that binds the event ports on loopback; replay on loopback, too.",
+)
 @click.option("--replay-port", type=PORT, default=5657, help="Of rank 0; 0: free ones.")
 @click.option("--no-replay", is_flag=True, help="Serve no replay.")
 @click.option("--topic", default="kv-events", help="First frame of every message.")
@@ -68,6 +73,7 @@ def main(
     host: str,
     port: int,
     events_port: int,
+    events_connect: bool,
     replay_port: int,
     no_replay: bool,
     topic: str,
@@ -124,6 +130,7 @@ def main(
         host=host,
         port=port,
         events_port=events_port,
+        events_connect=events_connect,
         replay_port=None if no_replay else replay_port,
         log=truth,
         log_tokens=log_tokens,

@@ -84,4 +84,6 @@ def _endpoints(settings: Settings) -> Endpoints:
     if settings.replay_port is not None:
         replay = settings.replay_port or first + ranks
     host = "*" if settings.host == "0.0.0.0" else settings.host
-    return Endpoints(settings.events_port or first, replay, host)
+    if settings.events_connect:
+        host = "127.0.0.1"
+    return Endpoints(settings.events_port or first, replay, host, settings.events_connect)

@@ -37,6 +37,8 @@ class Settings:
     """0: a free one."""
     events_port: int = 5557
     """Of rank 0; rank r uses the r-th after it. 0: free ones."""
+    events_connect: bool = False
+    """Publish to a relay that binds the event ports on loopback; replays are served on loopback as well."""
     replay_port: int | None = 5657
     """As events_port; None: no replay."""
     log: Path | None = None
