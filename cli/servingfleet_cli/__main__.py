@@ -8,6 +8,7 @@ from . import exits
 from .asking import explain, replicas, reuse, route
 from .checking import check_stream
 from .demo import demo
+from .recording import record_command
 from .top import top
 from .verifying import verify_command
 
@@ -18,7 +19,17 @@ def main() -> None:
     """Ask a fleet where prompts should go, and whether its predictions hold."""
 
 
-for command in (route, explain, reuse, replicas, check_stream, verify_command, demo, top):
+for command in (
+    route,
+    explain,
+    reuse,
+    replicas,
+    check_stream,
+    verify_command,
+    record_command,
+    demo,
+    top,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

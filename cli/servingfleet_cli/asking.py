@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import click
-import grpc
 
+from servingfleet_core.reports import NotAddable, added
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 from servingfleet_protos.v1.fleet_pb2_grpc import FleetStub
 from servingfleet_protos.v1.routing_pb2_grpc import RouterStub
 
 from . import exits
+from .connecting import Scheduler, scheduler_options, schedulers_options
 from .output import console, format_option, print_json, share, table
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def scheduler_options(function: F) -> F:
-    """Adds `--scheduler` and `--timeout`."""
-    function = click.option(
-        "--timeout", default=5.0, show_default=True, help="Seconds to wait for the answer."
-    )(function)
-    return click.option(
-        "--scheduler",
-        "target",
-        envvar="SERVINGFLEET_SCHEDULER",
-        default="127.0.0.1:7070",
-        show_default=True,
-        help="host:port of the scheduler, or $SERVINGFLEET_SCHEDULER.",
-    )(function)
-
-
-@contextmanager
-def asking(target: str) -> Iterator[grpc.Channel]:
-    """A channel whose failed calls end the command with a clear line."""
-    with grpc.insecure_channel(target) as channel:
-        try:
-            yield channel
-        except grpc.RpcError as error:
-            exits.raise_for(error, target)
 
 
 def prompt_options(function: F) -> F:
@@ -112,11 +87,11 @@ def _request(
 @scheduler_options
 @prompt_options
 @format_option
-def route(target: str, timeout: float, output: str, **asked: Any) -> None:
+def route(scheduler: Scheduler, output: str, **asked: Any) -> None:
     """Say where a prompt should go now. Opens a credit there, as a gateway's call would."""
     request = _request(**asked)
-    with asking(target) as channel:
-        answer = RouterStub(channel).Route(request, timeout=timeout)
+    with scheduler.channel() as channel:
+        answer = RouterStub(channel).Route(request, timeout=scheduler.timeout_s)
     if output == "json":
         print_json(answer)
         return
@@ -170,11 +145,11 @@ def _target_row(
 @scheduler_options
 @prompt_options
 @format_option
-def explain(target: str, timeout: float, output: str, **asked: Any) -> None:
+def explain(scheduler: Scheduler, output: str, **asked: Any) -> None:
     """Show every candidate for a prompt, with what it holds and each term of its cost."""
     request = _request(**asked)
-    with asking(target) as channel:
-        answer = RouterStub(channel).Explain(request, timeout=timeout)
+    with scheduler.channel() as channel:
+        answer = RouterStub(channel).Explain(request, timeout=scheduler.timeout_s)
     if output == "json":
         print_json(answer)
         return
@@ -203,22 +178,31 @@ def explain(target: str, timeout: float, output: str, **asked: Any) -> None:
 
 
 @click.command()
-@scheduler_options
+@schedulers_options
 @click.option("--model", default="", help="Only this model.")
 @click.option("--window", default=0.0, help="Seconds back from now; 0: all that is kept.")
 @click.option("--by-replica", is_flag=True, help="Also one report per replica.")
 @format_option
 def reuse(
-    target: str, timeout: float, model: str, window: float, by_replica: bool, output: str
+    schedulers: Sequence[Scheduler], model: str, window: float, by_replica: bool, output: str
 ) -> None:
-    """Show predicted against reported reuse, with 95% intervals."""
+    """Show predicted against reported reuse, with 95% intervals: one scheduler's, or the sum of several."""
     asked = fleet_pb2.GetReuseRequest(model=model, window_s=window, by_replica=by_replica)
-    with asking(target) as channel:
-        answer = FleetStub(channel).GetReuse(asked, timeout=timeout)
+    answers = []
+    for scheduler in schedulers:
+        with scheduler.channel() as channel:
+            answers.append(FleetStub(channel).GetReuse(asked, timeout=scheduler.timeout_s))
+    try:
+        answer = answers[0] if len(answers) == 1 else added(answers)
+    except NotAddable as error:
+        raise exits.Exit(str(error), exits.REFUSED) from error
     if output == "json":
         print_json(answer)
-    else:
-        print_reuse(answer)
+        return
+    if len(answers) > 1:
+        instances = len({each.instance_id for each in answers})
+        console().print(f"{instances} schedulers, added up")
+    print_reuse(answer)
 
 
 def print_reuse(answer: fleet_pb2.GetReuseResponse) -> None:
@@ -253,11 +237,11 @@ def print_reuse(answer: fleet_pb2.GetReuseResponse) -> None:
 @scheduler_options
 @click.option("--model", default="", help="Only this model.")
 @format_option
-def replicas(target: str, timeout: float, model: str, output: str) -> None:
+def replicas(scheduler: Scheduler, model: str, output: str) -> None:
     """List replicas and ranks: stream state, what they hold, load."""
-    with asking(target) as channel:
+    with scheduler.channel() as channel:
         answer = FleetStub(channel).ListReplicas(
-            fleet_pb2.ListReplicasRequest(model=model), timeout=timeout
+            fleet_pb2.ListReplicasRequest(model=model), timeout=scheduler.timeout_s
         )
     if output == "json":
         print_json(answer)

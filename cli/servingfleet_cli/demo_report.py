@@ -79,6 +79,10 @@ def as_dict(demo: Demo) -> dict[str, Any]:
         "time": "emulated: engines take modelled times, on this machine's clock",
         "workload": asdict(demo.shape),
         "replicas": [asdict(engine) for engine in demo.engines],
+        "pools": {
+            pool: {arm.policy: _pool_dict(demo, arm, pool) for arm in demo.arms}
+            for pool in _pools(demo)
+        },
         "policy": _arm(chosen),
         "control": _arm(control),
         "same_turns": {
@@ -95,6 +99,7 @@ def print_report(demo: Demo) -> None:
     out = console()
     chosen, control = demo.arms
     out.print(table("the fleet: emulated engines, real relays and scheduler", *_fleet(demo)))
+    out.print(table("by pool: tokens as the engines reported them", *_by_pool(demo)))
     out.print(
         table(f"the same {demo.seconds:.0f} s of conversations, seed {demo.seed}", *_figures(demo))
     )
@@ -124,18 +129,52 @@ def print_report(demo: Demo) -> None:
 
 
 def _fleet(demo: Demo) -> tuple[list[str], list[list[object]]]:
-    columns = ["replica", "as fast as", ">ranks", ">blocks a rank", ">host blocks"]
+    columns = ["replica", "engine", "as fast as", ">ranks", ">block", ">blocks a rank"]
+    columns += [">host blocks"]
     for arm in demo.arms:
         columns += [f">{arm.policy}: requests", ">reused"]
     rows: list[list[object]] = []
     for engine in demo.engines:
-        row: list[object] = [engine.replica, f"{engine.speed:g} x {engine.gpu}", engine.ranks]
-        row += [engine.blocks, engine.host_blocks or None]
+        row: list[object] = [engine.replica, engine.engine, f"{engine.speed:g} x {engine.gpu}"]
+        row += [engine.ranks, engine.block_tokens, engine.blocks, engine.host_blocks or None]
         for arm in demo.arms:
             found = [r.sums for r in arm.reuse.reports if r.replica == engine.replica]
             sums = found[0] if found else fleet_pb2.ReuseSums()
             row += [sums.pairs, share(sums.actual / sums.prompt) if sums.prompt else None]
         rows.append(row)
+    return columns, rows
+
+
+def _pools(demo: Demo) -> list[str]:
+    return list(dict.fromkeys(engine.engine for engine in demo.engines))
+
+
+def _pool_sums(demo: Demo, arm: Arm, pool: str) -> list[fleet_pb2.ReuseSums]:
+    """Of its replicas, in which anything was asked."""
+    members = {engine.replica for engine in demo.engines if engine.engine == pool}
+    return [each.sums for each in arm.reuse.reports if each.replica in members]
+
+
+def _pool_dict(demo: Demo, arm: Arm, pool: str) -> dict[str, int]:
+    sums = _pool_sums(demo, arm, pool)
+    names = ("pairs", "prompt", "actual", "predicted", "agreed", "erroneous", "interval_hits")
+    return {name: sum(getattr(each, name) for each in sums) for name in names}
+
+
+def _by_pool(demo: Demo) -> tuple[list[str], list[list[object]]]:
+    columns = ["pool", "policy", ">requests", ">reused", ">coverage", ">erroneous", ">in bounds"]
+    rows: list[list[object]] = []
+    for pool in _pools(demo):
+        for number, arm in enumerate(demo.arms):
+            sums = _pool_dict(demo, arm, pool)
+            shares = (
+                (sums["actual"], sums["prompt"]),
+                (sums["agreed"], sums["actual"]),
+                (sums["erroneous"], sums["predicted"]),
+                (sums["interval_hits"], sums["pairs"]),
+            )
+            cells = [_percent(part / whole) if whole else None for part, whole in shares]
+            rows.append(["" if number else pool, arm.policy, sums["pairs"], *cells])
     return columns, rows
 
 

@@ -33,17 +33,35 @@ class Exit(click.ClickException):
         self.exit_code = code
 
 
-def raise_for(error: grpc.RpcError, target: str) -> NoReturn:
-    """Turns a failed call into an exit that says who should act."""
+HINTS = {
+    grpc.StatusCode.UNAUTHENTICATED: (
+        "  show a token: --ca-file CA --token-file FILE, the file written by\n"
+        "  kubectl create token SERVICEACCOUNT --audience AUDIENCE > FILE"
+    ),
+    grpc.StatusCode.PERMISSION_DENIED: (
+        "  the token's account needs that right: bind it to a Role that grants it"
+    ),
+}
+
+
+def raise_for(error: grpc.RpcError, target: str, *, secured: bool) -> NoReturn:
+    """Turns a failed call into an exit that says who should act. `secured`: it was tried over TLS."""
     call = error if isinstance(error, grpc.Call) else None
     code = call.code() if call else grpc.StatusCode.UNKNOWN
     said = (call.details() if call else None) or str(error)
     details = list(_details(error))
     if code is grpc.StatusCode.UNAVAILABLE and not details:
-        raise Exit(f"no scheduler answers at {target}: {said}", UNREACHABLE) from error
+        why = (
+            "its certificate must be signed by --ca-file, and name its host or --server-name"
+            if secured
+            else "if it serves TLS, give --ca-file"
+        )
+        raise Exit(f"no scheduler answers at {target}: {said}\n  {why}", UNREACHABLE) from error
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         raise Exit(f"the scheduler at {target} did not answer in time", UNREACHABLE) from error
     lines = [f"{code.name}: {said}", *details]
+    if code in HINTS:
+        lines.append(HINTS[code])
     exit_code = NO if code is grpc.StatusCode.RESOURCE_EXHAUSTED else REFUSED
     raise Exit("\n".join(lines), exit_code) from error
 

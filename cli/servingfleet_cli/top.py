@@ -17,7 +17,7 @@ from servingfleet_protos.v1 import common_pb2, fleet_pb2
 from servingfleet_protos.v1.fleet_pb2_grpc import FleetStub
 
 from . import exits
-from .asking import asking, scheduler_options
+from .connecting import Scheduler, scheduler_options
 from .output import console, share, table
 
 SPAN_S = 5.0
@@ -155,14 +155,15 @@ def _row(
     help="Seconds between two looks.",
 )
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-def top(target: str, timeout: float, model: str, interval_s: float, once: bool) -> None:
+def top(scheduler: Scheduler, model: str, interval_s: float, once: bool) -> None:
     """Watch a running fleet: throughput, reuse, load and stream of every rank. Ctrl-C ends it.
 
     `run` and `wait` are what the engine says, `open` are requests that this scheduler sent there and that have not
     ended, `credits` those whose blocks the engine has yet to announce.
     """
     meter = Meter()
-    with asking(target) as channel:
+    target, timeout = scheduler.target, scheduler.timeout_s
+    with scheduler.channel() as channel:
         fleet = FleetStub(channel)
 
         def look() -> RenderableType:

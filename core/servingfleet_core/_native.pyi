@@ -100,6 +100,7 @@ class Mirror:
         opaque: bool = False,
         doubtful: bool = False,
         masked: int = 0,
+        untold: bool = False,
         whole: bool = False,
         places_only: bool = False,
     ) -> list[Delta]:
@@ -113,6 +114,7 @@ class Mirror:
         `masked`: so many units lie between `parent` and the first that has a hash; `tokens` begin with theirs. Only of
         whole canonical blocks. How many it is may be a guess: where the parent is unknown, or what is known contradicts,
         the event is a placeholder.
+        `untold`: more than the tokens may have entered the hashes. Where one is known already the event is a placeholder.
         `whole`: all that this engine stored before is known.
         `places_only`: nothing is stored; blocks that are known and wait for their place learn it.
         Raises Rejected: no_hashes, token_count, unit_size (neither multiple nor divisor of the canonical block),
@@ -121,6 +123,16 @@ class Mirror:
     def place(self, hash: bytes) -> tuple[int, int] | None:
         """Hash and number of the canonical blocks up to the end of this engine block. None: its place is unknown, or
         it ends inside a canonical block."""
+    def holds(self, lane: int, hash: bytes) -> bool:
+        """Whether the lane holds this engine block, surely or perhaps."""
+    def copies(self, lane: int) -> tuple[int, int]:
+        """Copies held in a lane: certain ones, and those that may be there. Kept, not counted."""
+    @property
+    def orphans(self) -> int:
+        """Blocks that wait for their place now. Kept, not counted."""
+    @property
+    def removed_unknown(self) -> int:
+        """As in `counts`."""
     def removed(self, lane: int, hashes: bytes, width: int) -> list[Delta]:
         """Copies removed. A hash that is not held is counted (`removed_unknown`), the others still apply."""
     def cleared(self, lanes: Sequence[int]) -> list[Delta]:

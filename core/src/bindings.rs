@@ -230,7 +230,7 @@ impl Mirror {
         Ok(self.mirror.add_lane(lane.0, multiset)?)
     }
 
-    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false, masked=Int(0), whole=false, places_only=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False, masked=0, whole=False, places_only=False)")]
+    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false, masked=Int(0), untold=false, whole=false, places_only=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False, masked=0, untold=False, whole=False, places_only=False)")]
     #[allow(clippy::too_many_arguments)] // the contract's own
     fn stored(
         &mut self,
@@ -247,6 +247,7 @@ impl Mirror {
         opaque: bool,
         doubtful: bool,
         masked: Int<u32>,
+        untold: bool,
         whole: bool,
         places_only: bool,
     ) -> PyResult<Vec<Delta>> {
@@ -264,6 +265,7 @@ impl Mirror {
             opaque,
             doubtful,
             masked: masked.0,
+            untold,
             whole,
             places_only,
         };
@@ -272,6 +274,24 @@ impl Mirror {
 
     fn place(&self, hash: &[u8]) -> Option<(u64, u32)> {
         self.mirror.place(hash)
+    }
+
+    fn holds(&self, lane: Int<u32>, hash: &[u8]) -> PyResult<bool> {
+        Ok(self.mirror.holds(lane.0, hash)?)
+    }
+
+    fn copies(&self, lane: Int<u32>) -> PyResult<(u64, u64)> {
+        Ok(self.mirror.copies(lane.0)?)
+    }
+
+    #[getter]
+    fn orphans(&self) -> u64 {
+        self.mirror.orphans()
+    }
+
+    #[getter]
+    fn removed_unknown(&self) -> u64 {
+        self.mirror.totals().removed_unknown
     }
 
     fn removed(&mut self, lane: Int<u32>, hashes: &[u8], width: Int<u32>) -> PyResult<Vec<Delta>> {

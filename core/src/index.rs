@@ -828,7 +828,7 @@ impl Rank {
             answer.credited = answer.predicted - answer.lower.min(answer.predicted);
         }
         if !self.trusted || !self.complete || self.lossy {
-            answer.upper = question.plan.most(question.prompt);
+            answer.upper = question.plan.most(question.prompt, self.trusted);
         }
         answer
     }

@@ -71,6 +71,8 @@ pub struct Stored<'a> {
     pub doubtful: bool,
     /// Units of `tokens` before the first that has a hash: the engine does not keep them.
     pub masked: u32,
+    /// More than the tokens may have entered the hashes: blocks that are known keep their place.
+    pub untold: bool,
     /// All that was stored before is known.
     pub whole: bool,
     /// Nothing is stored: blocks that are known learn their place.
@@ -122,6 +124,8 @@ pub struct Mirror {
     snapshots: BTreeMap<u64, Snapshot>,
     next_snapshot: u64,
     totals: Totals,
+    /// By lane number: copies that are certain, and those that may be there.
+    copies: BTreeMap<u8, (u64, u64)>,
 }
 
 impl Mirror {
@@ -137,6 +141,7 @@ impl Mirror {
             snapshots: BTreeMap::new(),
             next_snapshot: 0,
             totals: Totals::default(),
+            copies: BTreeMap::new(),
         }
     }
 
@@ -201,6 +206,7 @@ impl Mirror {
                 }
             }
         }
+        self.copies.retain(|lane, _| mask >> lane & 1 == 0);
         self.nodes.clear(mask);
         let cleared = self.lanes.keys().filter(|lane| mask >> **lane & 1 == 1);
         let delta = |lane: &u8| Delta {
@@ -252,6 +258,7 @@ impl Mirror {
         self.units = Units::default();
         self.nodes = Nodes::default();
         self.waiting = HashMap::new();
+        self.copies.clear();
         for snapshot in self.snapshots.values_mut() {
             *snapshot = Snapshot::default();
         }
@@ -306,6 +313,27 @@ impl Mirror {
         spot.tail.is_none().then_some((spot.chain, spot.depth))
     }
 
+    /// Whether a lane holds a block, surely or perhaps.
+    pub fn holds(&self, lane: u32, key: &[u8]) -> Result<bool, Refusal> {
+        let (lane, _) = self.lane(lane)?;
+        let unit = self
+            .units
+            .find(key)
+            .and_then(|number| self.units.get(number));
+        Ok(unit.is_some_and(|unit| unit.level(lane) != Level::None))
+    }
+
+    /// Copies in a lane: certain ones, and those that may be there.
+    pub fn copies(&self, lane: u32) -> Result<(u64, u64), Refusal> {
+        let (lane, _) = self.lane(lane)?;
+        Ok(self.copies.get(&lane).copied().unwrap_or_default())
+    }
+
+    /// Blocks that wait for their place.
+    pub fn orphans(&self) -> u64 {
+        self.units.len_of(List::Orphans) as u64
+    }
+
     /// Canonical hashes held with this confidence, ascending.
     pub fn holdings(&self, lane: u32, confidence: u8) -> Result<Vec<u64>, Refusal> {
         let (lane, _) = self.lane(lane)?;
@@ -326,7 +354,7 @@ impl Mirror {
     /// Sizes now: walks the whole mirror.
     pub fn sizes(&self) -> Sizes {
         let mut sizes = Sizes {
-            orphans: self.units.len_of(List::Orphans) as u64,
+            orphans: self.orphans(),
             memory_bytes: (self.units.memory_bytes() + self.nodes.memory_bytes()) as u64,
             ..Sizes::default()
         };
@@ -373,6 +401,10 @@ impl Mirror {
         let before = unit.level(copies.lane);
         let after = copies.level();
         let known = unit.held.iter().position(|known| known.lane == copies.lane);
+        let had = known.map_or((0, 0), |at| (unit.held[at].confirmed, unit.held[at].upper));
+        let tally = self.copies.entry(copies.lane).or_default();
+        tally.0 = tally.0 - u64::from(had.0) + u64::from(copies.confirmed);
+        tally.1 = tally.1 - u64::from(had.1) + u64::from(copies.upper);
         match known {
             Some(at) if after == Level::None => {
                 unit.held.swap_remove(at);
@@ -467,6 +499,12 @@ impl Mirror {
         let Some(unit) = self.units.remove(number) else {
             return;
         };
+        for copies in &unit.held {
+            if let Some(tally) = self.copies.get_mut(&copies.lane) {
+                tally.0 -= u64::from(copies.confirmed);
+                tally.1 -= u64::from(copies.upper);
+            }
+        }
         match unit.place {
             Place::Waiting(Some(waiting)) => {
                 if let Some(children) = self.waiting.get_mut(waiting.parent.bytes()) {

@@ -99,6 +99,12 @@ pub struct Plan {
     pub needs_blocks: bool,
     /// One lane, of attention, with units of whole blocks.
     pub plain: bool,
+    /// The profile has no lane.
+    undeclared: bool,
+    /// Some tier, in use or not, may report a whole prompt.
+    whole: bool,
+    /// Some tier without a lane may.
+    unseen_whole: bool,
 }
 
 /// Tokens by tier, in the three views.
@@ -191,6 +197,7 @@ impl Plan {
     pub fn new(profile: &Profile, block_tokens: u32) -> Result<Plan, String> {
         let block = u64::from(block_tokens);
         let mut lanes = profile.lanes.clone();
+        let undeclared = lanes.is_empty();
         for lane in &lanes {
             if !lane.unit.is_multiple_of(block_tokens) && !block_tokens.is_multiple_of(lane.unit) {
                 return Err(format!(
@@ -245,6 +252,9 @@ impl Plan {
                 });
             }
         }
+        let whole = |tier: usize| profile.rules[tier].whole_prompt;
+        let seen = |tier: usize| lanes.iter().any(|lane| lane.tier == tier);
+        let unseen_whole = (0..TIERS).any(|tier| whole(tier) && !seen(tier));
         let attention = lanes.iter().any(|lane| lane.class == Class::Attention);
         let small = lanes.iter().any(|lane| u64::from(lane.unit) < block);
         let ragged = stages.iter().filter(|stage| stage.step < block).count();
@@ -254,6 +264,9 @@ impl Plan {
             small,
             needs_blocks: attention && !small,
             plain: attention && !small && lanes.len() == 1,
+            undeclared,
+            whole: (0..TIERS).any(whole),
+            unseen_whole,
             lanes,
             stages,
         })
@@ -280,13 +293,19 @@ impl Plan {
         begin as usize..end as usize
     }
 
-    /// The most that an engine could report for a prompt, in tokens.
-    pub fn most(&self, prompt: u64) -> u64 {
+    /// The most that an engine could report for a prompt, in tokens. Of one that is not trusted no unit counts: what was
+    /// learned of it may be wrong.
+    pub fn most(&self, prompt: u64, trusted: bool) -> u64 {
         let most = self
             .stages
             .iter()
-            .map(|stage| stage.cap(prompt).saturating_sub(stage.less()));
-        most.max().unwrap_or(0)
+            .map(|stage| stage.cap(prompt).saturating_sub(stage.less()))
+            .max()
+            .unwrap_or(0);
+        match trusted && !self.undeclared {
+            true => most.max(if self.unseen_whole { prompt } else { 0 }),
+            false => prompt.saturating_sub(u64::from(!self.whole)),
+        }
     }
 }
 
@@ -313,6 +332,10 @@ impl Question<'_> {
         };
         // A fast tier that gives more may leave less than a unit to a slower one, and the sum is less then.
         let sum = |view: &[u64; TIERS]| view.iter().sum::<u64>();
+        let predicted = match sum(&upper) < sum(&predicted) {
+            true => upper,
+            false => predicted,
+        };
         let mut ordered = [predicted, lower, upper];
         ordered.sort_by_key(sum);
         let [lower, _, upper] = ordered;

@@ -336,6 +336,7 @@ impl Watched {
                     opaque: *opaque,
                     doubtful: *doubtful,
                     masked: *masked,
+                    untold: false,
                     whole: *whole,
                     places_only: *places_only,
                 });
@@ -368,6 +369,7 @@ impl Watched {
                     opaque: false,
                     doubtful: false,
                     masked: *masked,
+                    untold: false,
                     whole: false,
                     places_only: false,
                 });

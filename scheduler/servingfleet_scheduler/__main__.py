@@ -8,13 +8,25 @@ from pathlib import Path
 
 import click
 
+from .gate import NoApiServer
 from .logs import configure
 from .policy import POLICIES
+from .policy.speeds import Speeds
+from .pools import BadPools, read_pools
 from .server import serve
-from .settings import SchedulerSettings, ServerSettings, StaticReplica
+from .settings import (
+    AccessSettings,
+    PeerSettings,
+    SchedulerSettings,
+    ServerSettings,
+    StaticReplica,
+)
+from .tls import BadCertificate
+from .tokens import MAX_ADDRESS_BYTES
 
 DEFAULTS = SchedulerSettings()
 PORTS = ServerSettings()
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class StaticReplicaParam(click.ParamType[StaticReplica]):
@@ -97,9 +109,46 @@ class StaticReplicaParam(click.ParamType[StaticReplica]):
 )
 @click.option(
     "--token-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Key of decision ids, shared by the schedulers of a fleet. Absent: a random one.",
 )
+@click.option(
+    "--pools-file",
+    type=FILE,
+    help="JSON with the speeds of pools that differ from the defaults: see docs/scheduler.md.",
+)
+@click.option("--tls-cert-file", type=FILE, help="Certificate chain, PEM. Absent: plain text.")
+@click.option(
+    "--tls-key-file", type=FILE, help="Its key, PEM. Both are read again when they change."
+)
+@click.option(
+    "--auth",
+    default="none",
+    type=click.Choice(["none", "kubernetes"]),
+    help="Who asks callers for a token: nobody, or the API server. Needs --tls-cert-file.",
+)
+@click.option("--fleet", default="", help="Name of the fleet, for --auth kubernetes.")
+@click.option("--namespace", default="", help="Its namespace: relays must be pods of it.")
+@click.option(
+    "--audience", default="", help="Audience of clients' tokens; of relays' the same with /relay."
+)
+@click.option(
+    "--client-auth",
+    default="token",
+    type=click.Choice(["token", "none"]),
+    help="Whether Route and Report need a token, with --auth kubernetes.",
+)
+@click.option(
+    "--advertise",
+    default="",
+    help="host or host:port where the fleet's other schedulers reach this one. Absent: nowhere.",
+)
+@click.option(
+    "--peer-ca-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Who signs the other schedulers' certificates, PEM. Absent: they speak plain text.",
+)
+@click.option("--scheduler-name", default="", help="Name in the other schedulers' certificates.")
 @click.option(
     "--drain-s", default=PORTS.drain_s, help="Seconds that calls get to end after SIGTERM."
 )
@@ -123,6 +172,17 @@ def main(
     window_s: float,
     replica_ttl_s: float,
     token_key_file: Path | None,
+    pools_file: Path | None,
+    tls_cert_file: Path | None,
+    tls_key_file: Path | None,
+    auth: str,
+    fleet: str,
+    namespace: str,
+    audience: str,
+    client_auth: str,
+    advertise: str,
+    peer_ca_file: Path | None,
+    scheduler_name: str,
     drain_s: float,
     log_level: str,
 ) -> None:
@@ -140,18 +200,66 @@ def main(
         max_prompt_tokens=max_prompt_tokens,
         window_s=window_s,
         replica_ttl_s=replica_ttl_s,
+        pools=_pools(pools_file),
     )
+    tls_files = _pair(tls_cert_file, tls_key_file)
+    access = None
+    if auth == "kubernetes":
+        access = AccessSettings(fleet, namespace, audience, client_tokens=client_auth == "token")
+        _check_access(access, tls_files)
+    if len(advertise) > MAX_ADDRESS_BYTES - len(":65535"):
+        raise click.UsageError(f"--advertise has {len(advertise)} characters: too long for a host")
+    if advertise and token_key_file is None:
+        raise click.UsageError("--advertise needs --token-key-file: others can't read its ids else")
+    if advertise and tls_files and peer_ca_file is None:
+        raise click.UsageError("--advertise with TLS needs --peer-ca-file, to believe the others")
     ports = ServerSettings(
         listen=listen,
         http_host=http_host,
         http_port=http_port,
         drain_s=drain_s,
         token_key=_token_key(token_key_file),
+        tls_files=tls_files,
+        access=access,
+        advertise=advertise,
+        peers=PeerSettings(peer_ca_file, scheduler_name),
     )
     try:
         asyncio.run(_run(settings, ports))
-    except OSError as error:
+    except (OSError, BadCertificate, NoApiServer) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _pair(cert_file: Path | None, key_file: Path | None) -> tuple[Path, Path] | None:
+    if cert_file is not None and key_file is not None:
+        return cert_file, key_file
+    if cert_file is not None or key_file is not None:
+        raise click.UsageError("--tls-cert-file and --tls-key-file go together")
+    return None
+
+
+def _check_access(access: AccessSettings, tls_files: tuple[Path, Path] | None) -> None:
+    for option, value in (
+        ("--fleet", access.fleet),
+        ("--namespace", access.namespace),
+        ("--audience", access.audience),
+    ):
+        if not value:
+            raise click.UsageError(f"--auth kubernetes needs {option}")
+    if tls_files is None:
+        raise click.UsageError(
+            "--auth kubernetes needs --tls-cert-file and --tls-key-file: "
+            "on a plain connection anybody could read the tokens"
+        )
+
+
+def _pools(path: Path | None) -> dict[str, Speeds]:
+    if path is None:
+        return {}
+    try:
+        return read_pools(path.read_bytes())
+    except BadPools as error:
+        raise click.BadParameter(f"{path}: {error}", param_hint="--pools-file") from error
 
 
 def _token_key(path: Path | None) -> bytes:

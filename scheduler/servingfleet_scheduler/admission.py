@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .errors import DeadlineUnreachable
 from .policy.candidate import Candidate, Estimate
-from .policy.estimate import Speeds, load_terms, prefill_seconds
+from .policy.estimate import load_terms, prefill_seconds
 
 RETRY_LEAST_S = 1.0
 RETRY_MOST_S = 30.0
@@ -19,9 +19,9 @@ RETRY_JITTER = 0.2
 """Share by which retry delays differ, so that refused clients don't come back at once."""
 
 
-def earliest_seconds(speeds: Speeds, candidate: Candidate) -> float:
+def earliest_seconds(candidate: Candidate) -> float:
     """Seconds to first token that can't be held against the target for lack of our own data."""
-    reuse = candidate.reuse
+    reuse, speeds = candidate.reuse, candidate.speeds
     if candidate.certain:
         reused, load = reuse.predicted, sum(t.seconds for t in load_terms(speeds, reuse.tiers))
     else:
@@ -30,10 +30,7 @@ def earliest_seconds(speeds: Speeds, candidate: Candidate) -> float:
 
 
 def admit(
-    speeds: Speeds,
-    ordered: Sequence[Estimate],
-    deadline_s: float | None,
-    rng: random.Random,
+    ordered: Sequence[Estimate], deadline_s: float | None, rng: random.Random
 ) -> list[Estimate]:
     """Those that can meet the deadline, in the policy's order; all of them if there is none.
 
@@ -41,7 +38,7 @@ def admit(
     """
     if deadline_s is None:
         return list(ordered)
-    earliest = [(earliest_seconds(speeds, each.candidate), each) for each in ordered]
+    earliest = [(earliest_seconds(each.candidate), each) for each in ordered]
     admitted = [each for seconds, each in earliest if seconds <= deadline_s]
     if admitted:
         return admitted

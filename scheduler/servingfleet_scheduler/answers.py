@@ -6,8 +6,6 @@ from servingfleet_core import Index
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 
 from .candidates import Option, load_age
-from .figures import figures
-from .ledger import Row
 from .policy.candidate import Estimate, Reuse
 from .replicas import Rank, Replica
 
@@ -70,40 +68,6 @@ def candidate(
         stream_state=option.replica.state(option.rank),
         load_age_s=load_age(option.rank, now),
         dispatched_requests=option.candidate.dispatched_requests,
-    )
-
-
-def reuse_report(model: str, replica: str, row: Row, min_pairs: int) -> fleet_pb2.ReuseReport:
-    sums = row.sums
-    return fleet_pb2.ReuseReport(
-        model=model,
-        replica=replica,
-        figures=[
-            fleet_pb2.Figure(
-                name=figure.name,
-                value=figure.value,
-                low=figure.low,
-                high=figure.high,
-                numerator=figure.numerator,
-                denominator=figure.denominator,
-                pairs=figure.pairs,
-                definition=figure.definition,
-            )
-            for figure in figures(sums, min_pairs)
-        ],
-        sums=fleet_pb2.ReuseSums(
-            decisions=sums.decisions,
-            pairs=sums.pairs,
-            prompt=sums.prompt,
-            best=sums.best,
-            predicted=sums.predicted,
-            actual=sums.actual,
-            agreed=sums.agreed,
-            erroneous=sums.erroneous,
-            interval_hits=sums.interval_hits,
-            rejected=sums.rejected,
-        ),
-        set_aside=row.set_aside,
     )
 
 

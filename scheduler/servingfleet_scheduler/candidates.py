@@ -105,8 +105,6 @@ class _View:
         self._settings = settings
         self._now = now
         self._prompt = prompt
-        self._token_s = settings.speeds.token_s
-        self._request_s = unknown_request_seconds(settings.speeds)
         self._named = bool(prompt.adapter or prompt.cache_salt) and not prompt.no_reuse
         self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0)
 
@@ -122,8 +120,8 @@ class _View:
                 rank.dispatches.values(),
                 load,
                 self._now,
-                token_s=self._token_s,
-                request_s=self._request_s,
+                token_s=replica.speeds.token_s,
+                request_s=unknown_request_seconds(replica.speeds),
             )
         state = replica.state(rank)
         return Candidate(
@@ -137,6 +135,7 @@ class _View:
             waiting_requests=(load.waiting_requests or 0) if load else 0,
             dispatched_requests=len(rank.dispatches),
             last_dispatch=rank.last_dispatch,
+            speeds=replica.speeds,
         )
 
     def _reuse(self, replica: Replica, match: Match | None) -> Reuse:

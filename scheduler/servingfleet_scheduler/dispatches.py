@@ -37,6 +37,7 @@ class Dispatches:
         *,
         write_token: Callable[[Decision], str],
         instance_id: str,
+        address: str,
         policy: str,
         rng: random.Random,
     ) -> None:
@@ -47,6 +48,7 @@ class Dispatches:
         self._settings = settings
         self._write_token = write_token
         self._instance_id = instance_id
+        self._address = address
         self._policy = policy
         self._rng = rng
         self._count = 0
@@ -74,6 +76,7 @@ class Dispatches:
             lower=reuse.lower,
             upper=reuse.upper,
             best=considered.best,
+            owner_address=self._address,
         )
         decision_id = self._write_token(decision)
         response = routing_pb2.RouteResponse(
@@ -102,7 +105,7 @@ class Dispatches:
         option.rank.last_dispatch = self._count
         option.rank.dispatches[decision_id] = Dispatch(
             at=now,
-            work_s=work_seconds(self._settings.speeds, reuse),
+            work_s=work_seconds(option.replica.speeds, reuse),
             number=self._count,
         )
         self._credit(decision_id, option, considered.prompt, now)
@@ -150,6 +153,13 @@ class Dispatches:
                     )
                 )
             )
+
+    def tell(self, replica: str, rank: int, predicted: int, reported: int) -> None:
+        """The relay of a replica hears what became of a prompt that ran there. Tokens."""
+        session = self._streams.speaking(replica)
+        if session is not None:
+            outcome = stream_pb2.Outcome(rank=rank, predicted=predicted, reported=reported)
+            session.send_credit(stream_pb2.SchedulerMessage(outcome=outcome))
 
     def first_token(self, decision_id: str, decision: Decision) -> None:
         """Its prefill is over: it no longer stands before others."""

@@ -6,7 +6,10 @@
     ├── TargetUnknown         NOT_FOUND            none of the targets that the request allows is known
     ├── NoReplicas            UNAVAILABLE          every known target is excluded or away
     ├── DeadlineUnreachable   RESOURCE_EXHAUSTED   no target can answer in time
-    └── SessionRefused        (given)              a relay's stream can't go on
+    ├── OwnerSilent           UNAVAILABLE          the scheduler that decided may have counted the report, or not
+    └── Refused               (given)
+        ├── AccessRefused     (given)              the caller has not proven who it is, or may not do this
+        └── SessionRefused    (given)              a relay's stream can't go on
 
 Each carries what the edge needs for google.rpc details; codes are google.rpc.Code numbers, so that no pure module
 needs gRPC.
@@ -95,8 +98,15 @@ class DeadlineUnreachable(SchedulerError):
     reason = "DEADLINE_UNREACHABLE"
 
 
-class SessionRefused(SchedulerError):
-    """A relay's stream ends here; `reason` says why, the message what the relay must change."""
+class OwnerSilent(SchedulerError):
+    """The scheduler that decided got the report and did not answer in time: report again, it counts once."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "OWNER_SILENT"
+
+
+class Refused(SchedulerError):
+    """A call ends here; `reason` says why, the message what the caller must change."""
 
     def __init__(
         self,
@@ -110,3 +120,11 @@ class SessionRefused(SchedulerError):
         super().__init__(message, metadata=metadata, retry_s=retry_s)
         self.code = code
         self.reason = reason
+
+
+class AccessRefused(Refused):
+    """The caller has not proven who it is, or may not do this."""
+
+
+class SessionRefused(Refused):
+    """A relay's stream ends here."""

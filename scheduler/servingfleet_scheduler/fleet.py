@@ -18,6 +18,8 @@ from .settings import SchedulerSettings, StaticReplica
 
 HASH_BYTES = 8
 MAX_DELTA_HASHES = 65_536
+POOL_LABEL = "pool"
+"""Label by which a relay names its replica's pool."""
 
 # Credits count where no relay speaks: nothing contradicts them.
 _TRUSTED = frozenset({LIVE, HISTORY_LOST, RESYNCING, NO_RELAY})
@@ -110,6 +112,7 @@ class Fleet:
         replica.engine = hello.profile.engine
         replica.engine_version = hello.profile.engine_version
         replica.labels = dict(hello.labels)
+        replica.speeds = self._settings.speeds_of(replica.labels.get(POOL_LABEL, ""))
         replica.connected = True
         for said in hello.ranks:
             rank = Rank(
@@ -262,7 +265,14 @@ class Fleet:
             index = Index(self._settings.block_tokens, max_entries=self._settings.max_index_entries)
             self._indexes[model] = index
             self._numbers[model] = {}
-        replica = Replica(name, model, index.add_replica(core), profile, endpoint=endpoint)
+        replica = Replica(
+            name,
+            model,
+            index.add_replica(core),
+            profile,
+            endpoint=endpoint,
+            speeds=self._settings.speeds,
+        )
         self._numbers[model][replica.number] = replica
         self._replicas[name] = replica
         return replica

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from .figures import Sums
+from servingfleet_core.figures import Sums
+
 from .policy.candidate import Reuse
 
 OTHER = "(other)"

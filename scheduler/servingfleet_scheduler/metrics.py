@@ -11,10 +11,11 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from servingfleet_core.figures import figures
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
 from .clock import Clock
-from .figures import figures
+from .gate import Gate
 from .ledger import by_model
 from .service import Scheduler
 
@@ -25,9 +26,9 @@ _MAX_RELAY_COUNTERS = 512
 class Metrics:
     """The registry of one process."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Clock, gate: Gate | None = None) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Collector(scheduler, clock))
+        self.registry.register(_Collector(scheduler, clock, gate))
         self._route = Histogram(
             f"{PREFIX}route_duration_seconds",
             "Time that Route took inside the scheduler.",
@@ -38,6 +39,12 @@ class Metrics:
             f"{PREFIX}reports",
             "Reports answered, by what became of them.",
             ["disposition"],
+            registry=self.registry,
+        )
+        self._passed_on = PrometheusCounter(
+            f"{PREFIX}reports_passed_on",
+            "Reports of other schedulers' decisions, by what came of passing them on.",
+            ["result"],
             registry=self.registry,
         )
 
@@ -52,15 +59,20 @@ class Metrics:
         name = routing_pb2.ReportResponse.Disposition.Name(disposition)
         self._reports.labels(name.removeprefix("DISPOSITION_").lower()).inc()
 
+    def passed_on(self, result: str) -> None:
+        """Counts one report sent on to the scheduler that decided: answered, refused, gone or silent."""
+        self._passed_on.labels(result).inc()
+
     def text(self) -> bytes:
         """The exposition."""
         return generate_latest(self.registry)
 
 
 class _Collector(Collector):
-    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Clock, gate: Gate | None) -> None:
         self._scheduler = scheduler
         self._clock = clock
+        self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
         yield from self._ledger()
@@ -68,6 +80,8 @@ class _Collector(Collector):
         yield from self._streams()
         yield from self._tables()
         yield from self._relays()
+        if self._gate is not None:
+            yield from self._access(self._gate)
 
     def _ledger(self) -> Iterator[Metric]:
         sums = {
@@ -185,6 +199,17 @@ class _Collector(Collector):
             for name, family in families.items():
                 family.add_metric([model], counts.get(name, 0))
         yield from families.values()
+
+    def _access(self, gate: Gate) -> Iterator[Metric]:
+        yield _counts("access_refusals", "Callers turned away.", gate.refusals)
+        family = CounterMetricFamily(
+            f"{PREFIX}access_reviews",
+            "Questions to the API server: whose a token is, whether a right is granted.",
+            labels=["kind", "answer"],
+        )
+        for labels, count in gate.reviews.items():
+            family.add_metric(labels, count)
+        yield family
 
     def _relays(self) -> Iterator[Metric]:
         totals: Counter[tuple[str, str]] = Counter()

@@ -58,6 +58,8 @@ class Outcomes:
     read_token: Callable[[str], Decision]
     release: Callable[[str, Decision], None]
     first_token: Callable[[str, Decision], None]
+    tell: Callable[[str, int, int, int], None]
+    """The replica's relay hears of an outcome: replica, rank, tokens predicted and tokens reported."""
 
     def report(self, report: Request, now: float) -> Response:
         """Raises InvalidRequest for an id that is none, or counts that can't be; both are counted, and end nothing."""
@@ -126,6 +128,7 @@ class Outcomes:
             actual=report.cached_tokens,
             own=own,
         )
+        self.tell(*target, reuse.predicted, report.cached_tokens)
         if pending is None:
             return Response(
                 disposition=Response.DISPOSITION_ORPHAN_JOIN,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from servingfleet_protos.v1 import common_pb2, stream_pb2
 
 from .backlog import Dispatch, Load
+from .policy.speeds import DEFAULTS, Speeds
 from .settings import StaticReplica
 
 LIVE = common_pb2.STREAM_STATE_LIVE
@@ -47,6 +48,8 @@ class Replica:
     engine: str = ""
     engine_version: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    speeds: Speeds = DEFAULTS
+    """Of its pool."""
     ranks: dict[int, Rank] = field(default_factory=dict)
     connected: bool = False
     """A relay's stream is open."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 from servingfleet_protos.v1 import routing_pb2, routing_pb2_grpc
 
 from .clock import Clock
+from .errors import OwnerSilent
 from .metrics import Metrics
-from .rich_errors import Context, answer
+from .peers import Peers, passed_on
+from .rich_errors import Context, abort, answer
 from .service import Scheduler
 
 
 class RouterServicer(routing_pb2_grpc.RouterServicer):
-    """Each call is one call into the scheduler, with the time."""
+    """Each call is one call into the scheduler, with the time; reports of a peer's decision are the peer's to answer."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Clock, metrics: Metrics, peers: Peers | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._metrics = metrics
+        self._peers = peers
 
     async def Route(
         self, request: routing_pb2.RouteRequest, context: Context
@@ -32,6 +37,25 @@ class RouterServicer(routing_pb2_grpc.RouterServicer):
     async def Report(
         self, request: routing_pb2.ReportRequest, context: Context
     ) -> routing_pb2.ReportResponse:
+        response = await self._from_owner(request, context)
+        if response is not None:
+            return response
         response = await answer(context, lambda: self._scheduler.report(request, self._clock()))
         self._metrics.reported(response.disposition)
         return response
+
+    async def _from_owner(
+        self, request: routing_pb2.ReportRequest, context: Context
+    ) -> routing_pb2.ReportResponse | None:
+        """None: the decision is this scheduler's to join, or its owner is gone."""
+        if self._peers is None or passed_on(context):
+            return None
+        address = await answer(
+            context, lambda: self._scheduler.owner_elsewhere(request.decision_id)
+        )
+        if not address:
+            return None
+        try:
+            return await self._peers.report(address, request, context)
+        except OwnerSilent as silent:
+            await abort(context, silent)

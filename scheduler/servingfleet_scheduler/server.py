@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import random
 import secrets
@@ -27,13 +28,17 @@ from servingfleet_protos.v1 import (
 )
 
 from .clock import Clock
+from .doorkeeper import Doorkeeper
 from .errors import SessionRefused
+from .gate import Gate, Reviews
 from .intake import RelayIntakeServicer
 from .metrics import Metrics
+from .peers import Peers, peer_address
 from .reports import FleetServicer
 from .routing import RouterServicer
 from .service import Scheduler
-from .settings import SchedulerSettings, ServerSettings
+from .settings import AccessSettings, SchedulerSettings, ServerSettings
+from .tls import ServerCertificate
 from .web import Page, Web, json_page
 
 log = logging.getLogger(__name__)
@@ -59,18 +64,17 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIterator[Running]:
-    """Serves until the block ends, then drains. Raises OSError if a port can't be had."""
+async def serve(
+    settings: SchedulerSettings, ports: ServerSettings, reviews: Reviews | None = None
+) -> AsyncIterator[Running]:
+    """Serves until the block ends, then drains. `reviews`: who is asked about callers, instead of Kubernetes.
+
+    Raises OSError if a port can't be had, BadCertificate, and NoApiServer.
+    """
     clock = Clock()
-    scheduler = Scheduler(
-        settings,
-        instance_id=secrets.token_urlsafe(12),
-        now=clock(),
-        rng=random.Random(),
-        token_key=ports.token_key or secrets.token_bytes(32),
-    )
-    metrics = Metrics(scheduler, clock)
+    gate = _gate(ports.access, reviews, clock)
     server = grpc.aio.server(
+        interceptors=[] if gate is None else [Doorkeeper(gate)],
         options=[
             ("grpc.max_receive_message_length", ports.max_message_bytes),
             ("grpc.max_send_message_length", ports.max_message_bytes),
@@ -79,20 +83,32 @@ async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIter
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
-    stream_pb2_grpc.add_RelayIntakeServicer_to_server(RelayIntakeServicer(scheduler, clock), server)
-    routing_pb2_grpc.add_RouterServicer_to_server(RouterServicer(scheduler, clock, metrics), server)
+    port = _listen(server, ports)
+    scheduler = Scheduler(
+        settings,
+        instance_id=secrets.token_urlsafe(12),
+        now=clock(),
+        rng=random.Random(),
+        token_key=ports.token_key or secrets.token_bytes(32),
+        address=peer_address(ports.advertise, port),
+    )
+    metrics = Metrics(scheduler, clock, gate)
+    peers = Peers(ports.peers, metrics)
+    stream_pb2_grpc.add_RelayIntakeServicer_to_server(
+        RelayIntakeServicer(scheduler, clock, gate), server
+    )
+    routing_pb2_grpc.add_RouterServicer_to_server(
+        RouterServicer(scheduler, clock, metrics, peers), server
+    )
     fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(scheduler, clock), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection(
-        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
-    try:
-        port = server.add_insecure_port(ports.listen)
-    except RuntimeError as error:
-        raise OSError(f"can't listen on {ports.listen}: taken, or not of this machine") from error
+    if gate is None:
+        reflection.enable_server_reflection(
+            (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
     web = Web(ports.http_host, ports.http_port, _pages(scheduler, metrics))
     await server.start()
     ticker = asyncio.create_task(_tick(scheduler, clock, ports.tick_s))
@@ -105,8 +121,12 @@ async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIter
             "http_port": web.port,
             "instance": scheduler.instance_id,
             "policy": settings.policy,
+            "tls": ports.tls_files is not None,
+            "callers_checked": gate is not None,
         },
     )
+    if gate is None and not _loopback(ports.listen):
+        log.warning("open to whoever reaches the port", extra={"listen": ports.listen})
     try:
         yield Running(scheduler, port, web.port)
     finally:
@@ -120,7 +140,40 @@ async def serve(settings: SchedulerSettings, ports: ServerSettings) -> AsyncIter
             )
         )
         await server.stop(ports.drain_s)
+        await peers.close()
+        if gate is not None:
+            await gate.close()
         await web.close()
+
+
+def _gate(access: AccessSettings | None, reviews: Reviews | None, clock: Clock) -> Gate | None:
+    if access is None:
+        return None
+    if reviews is None:
+        # Only here: the Kubernetes client takes memory, and is not installed everywhere.
+        from .reviews import KubernetesReviews
+
+        reviews = KubernetesReviews(access)
+    return Gate(access, reviews, clock)
+
+
+def _listen(server: grpc.aio.Server, ports: ServerSettings) -> int:
+    try:
+        if ports.tls_files is None:
+            return server.add_insecure_port(ports.listen)
+        certificate = ServerCertificate(*ports.tls_files)
+        return server.add_secure_port(ports.listen, certificate.credentials())
+    except RuntimeError as error:
+        raise OSError(f"can't listen on {ports.listen}: taken, or not of this machine") from error
+
+
+def _loopback(listen: str) -> bool:
+    """Only this machine reaches the address. A name that is not known counts as reached by others."""
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or listen.startswith("unix:")
 
 
 async def _tick(scheduler: Scheduler, clock: Clock, seconds: float) -> None:

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from servingfleet_core.reports import reuse_report
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2
 
 from . import answers
@@ -36,7 +37,7 @@ from .requests import check_route_request, names
 from .sessions import Session
 from .settings import SchedulerSettings
 from .streams import Streams
-from .tokens import Tokens
+from .tokens import BadToken, Decision, ForeignToken, Tokens
 
 RETRY_NO_REPLICAS_S = 2.0
 
@@ -65,9 +66,12 @@ class Scheduler:
         now: float,
         rng: random.Random,
         token_key: bytes,
+        address: str = "",
     ) -> None:
+        """`address`: host:port where the other schedulers of the fleet reach this one. Empty: nowhere."""
         self.settings = settings
         self.instance_id = instance_id
+        self.address = address
         self.fleet = Fleet(settings)
         self.credits = Credits(
             self.fleet, max_credits=settings.max_credits, max_blocks=settings.max_credit_blocks
@@ -99,6 +103,7 @@ class Scheduler:
             settings,
             write_token=self._tokens.write,
             instance_id=instance_id,
+            address=address,
             policy=self._policy.name,
             rng=rng,
         )
@@ -107,16 +112,17 @@ class Scheduler:
             ttl_s=settings.decision_ttl_s,
             decisions=self.decisions,
             ledger=self.ledger,
-            read_token=lambda token: self._tokens.read(token, self.fleet.models),
+            read_token=self._read_token,
             release=self._dispatches.release,
             first_token=self._dispatches.first_token,
+            tell=self._dispatches.tell,
         )
 
     # Relay streams
 
-    def open_session(self, now: float) -> Session:
-        """A relay has connected."""
-        return Session(self.streams, now)
+    def open_session(self, now: float, only_replica: str | None = None) -> Session:
+        """A relay has connected. `only_replica`: the one that it has proven to be; None: it may speak for any."""
+        return Session(self.streams, now, only_replica)
 
     # Routing
 
@@ -139,17 +145,16 @@ class Scheduler:
         rng = random.Random()
         rng.setstate(self._rng.getstate())
         considered = self._consider(request, now, rng)
-        speeds = self.settings.speeds
         fitting, refused = [], []
         for each in considered.ordered:
-            earliest = earliest_seconds(speeds, each.candidate)
+            earliest = earliest_seconds(each.candidate)
             if request.HasField("deadline_s") and earliest > request.deadline_s:
                 refused.append((each, f"{earliest:.3f} s is beyond the deadline"))
             else:
                 fitting.append((each, ""))
         for option in considered.options.values():
             if option.refused:
-                refused.append((estimate(speeds, option.candidate), option.refused))
+                refused.append((estimate(option.candidate), option.refused))
         return routing_pb2.ExplainResponse(
             candidates=[
                 answers.candidate(
@@ -170,6 +175,18 @@ class Scheduler:
         """What became of a decision. Raises InvalidRequest for an id that is none, or counts that can't be."""
         return self._outcomes.report(request, now)
 
+    def owner_elsewhere(self, decision_id: str) -> str:
+        """Address of the other scheduler whose decision this is. Empty: this one's, nobody's, or not to be reached."""
+        if self.decisions.get(decision_id) is not None:
+            return ""
+        try:
+            decision = self._read_token(decision_id)
+        except (BadToken, ForeignToken):
+            return ""
+        # The owner was at this very address, and is gone: this process took its place.
+        here = decision.owner == self.instance_id or decision.owner_address == self.address
+        return "" if here else decision.owner_address
+
     # The fleet
 
     def get_reuse(
@@ -182,18 +199,21 @@ class Scheduler:
         models = by_model(rows)
         for model in self.fleet.models:
             models.setdefault(model, Row())
-        wanted = [model for model in sorted(models) if request.model in ("", model)]
+        least = self.settings.min_pairs
         reports = []
-        for model in wanted:
-            reports.append(answers.reuse_report(model, "", models[model], self.settings.min_pairs))
+        for model in sorted(models):
+            if request.model not in ("", model):
+                continue
+            row = models[model]
+            reports.append(reuse_report(model, "", row.sums, row.set_aside, least))
             if request.by_replica:
                 reports.extend(
-                    answers.reuse_report(model, replica, row, self.settings.min_pairs)
-                    for (of, replica), row in sorted(rows.items())
+                    reuse_report(model, replica, each.sums, each.set_aside, least)
+                    for (of, replica), each in sorted(rows.items())
                     if of == model and replica
                 )
         return fleet_pb2.GetReuseResponse(
-            reports=reports, window_s=window_s, instance_id=self.instance_id
+            reports=reports, window_s=window_s, instance_id=self.instance_id, min_pairs=least
         )
 
     def list_replicas(
@@ -236,6 +256,9 @@ class Scheduler:
 
     # Inside
 
+    def _read_token(self, token: str) -> Decision:
+        return self._tokens.read(token, self.fleet.models)
+
     def _route(self, request: routing_pb2.RouteRequest, now: float) -> routing_pb2.RouteResponse:
         check_route_request(request)
         before = self._before(request)
@@ -250,7 +273,7 @@ class Scheduler:
             )
         deadline_s = request.deadline_s if request.HasField("deadline_s") else None
         try:
-            admitted = admit(self.settings.speeds, considered.ordered, deadline_s, self._rng)
+            admitted = admit(considered.ordered, deadline_s, self._rng)
         except DeadlineUnreachable:
             self.ledger.rejected(request.model, now)
             raise
@@ -302,5 +325,5 @@ class Scheduler:
         return Considered(
             prompt,
             {option.key: option for option in found},
-            self._policy.order(estimates(self.settings.speeds, allowed), rng),
+            self._policy.order(estimates(allowed), rng),
         )

@@ -17,13 +17,13 @@ from google.rpc import code_pb2
 from servingfleet_protos.v1 import stream_pb2
 
 from .backlog import Load
-from .errors import SessionRefused
+from .errors import Refused, SessionRefused
 from .fleet import HASH_BYTES, MAX_DELTA_HASHES
 from .hello import known_state, lanes_agree, malformed
 from .replicas import Rank, Replica
 from .streams import Speaker, Streams
 
-UNSEQUENCED = frozenset({"load", "counters"})
+UNSEQUENCED = frozenset({"load", "counters", "credential"})
 MAX_DECISION_ID_BYTES = 1024
 MAX_ORIGIN_BYTES = 64
 MAX_CREDIT_S = 3600.0
@@ -34,13 +34,15 @@ _COUNTER = re.compile(r"[a-z][a-z0-9_]{0,63}")
 class Session:
     """One stream, from its hello to its end."""
 
-    def __init__(self, streams: Streams, now: float) -> None:
+    def __init__(self, streams: Streams, now: float, only_replica: str | None = None) -> None:
+        """`only_replica`: the one that the relay has proven to be; None: it may speak for any."""
         self.replica: Replica | None = None
-        self.refused: SessionRefused | None = None
+        self.refused: Refused | None = None
         """Set when the stream must end; the edge closes it with this error."""
         self.on_output: Callable[[], None] = lambda: None
         """Called when there is something to take, or the stream must end."""
         self._streams = streams
+        self._only_replica = only_replica
         self._speaker: Speaker | None = None
         self._resumed = False
         self._outbox: deque[stream_pb2.SchedulerMessage] = deque()
@@ -61,7 +63,7 @@ class Session:
             raise self.refused
         try:
             self._receive(message, now)
-        except SessionRefused as refusal:
+        except Refused as refusal:
             self.refuse(refusal)
             raise
 
@@ -83,7 +85,7 @@ class Session:
 
     # The streams' side
 
-    def refuse(self, refusal: SessionRefused) -> None:
+    def refuse(self, refusal: Refused) -> None:
         """Ends the stream."""
         if self.refused is None:
             self.refused = refusal
@@ -97,7 +99,8 @@ class Session:
         )
 
     def send_credit(self, message: stream_pb2.SchedulerMessage) -> None:
-        """Credit messages for the relay's other schedulers. Kept from a relay that does not read: counted."""
+        """Credits for the relay's other schedulers, and outcomes for itself. Kept from a relay that does not read:
+        counted."""
         if len(self._outbox) >= self._streams.settings.outbox_messages:
             self._streams.drops["outbox_full"] += 1
         else:
@@ -143,6 +146,14 @@ class Session:
 
     def _hello(self, hello: stream_pb2.Hello, now: float) -> None:
         streams = self._streams
+        if self._only_replica not in (None, hello.replica):
+            # Before anything of the true one is touched.
+            raise SessionRefused(
+                code_pb2.PERMISSION_DENIED,
+                "OTHER_REPLICA",
+                f"the token is of pod {self._only_replica}, the hello speaks for replica "
+                f"{hello.replica!r}: a relay speaks for its own pod, by its uid",
+            )
         self.replica, self._speaker, self._resumed = streams.hello(self, hello, now)
         self._acked = self._speaker.applied
         self._send(
@@ -303,6 +314,11 @@ class Session:
             return
         replica.relay_totals = totals
         replica.relay_mirror_bytes = counters.mirror_bytes
+
+    def _on_credential(
+        self, replica: Replica, credential: stream_pb2.Credential, now: float
+    ) -> None:
+        """The edge has looked at it, where anybody does."""
 
     def _rank(self, replica: Replica, number: int) -> Rank | None:
         rank = replica.ranks.get(number)

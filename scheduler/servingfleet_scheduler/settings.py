@@ -1,13 +1,16 @@
 """Every number that an operator can set, with its unit and the reason for its default.
 
-The numbers of the estimate live in `policy.estimate`.
+The numbers of the estimate live in `policy.speeds`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .policy.estimate import Speeds
+from .access import Keeping
+from .policy.speeds import DEFAULTS, Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,10 @@ class SchedulerSettings:
     block_tokens: int = 16
     """Canonical block size; the whole fleet must share it."""
     policy: str = "cost"
-    speeds: Speeds = field(default_factory=Speeds)
+    speeds: Speeds = DEFAULTS
+    """Of replicas whose pool has none of its own."""
+    pools: Mapping[str, Speeds] = field(default_factory=dict)
+    """Speeds by pool: those replicas whose relay names it."""
     static_replicas: tuple[StaticReplica, ...] = ()
 
     # Requests
@@ -90,6 +96,52 @@ class SchedulerSettings:
     max_ledger_keys: int = 8192
     """(model, replica) pairs told apart; further replicas of a model are counted together."""
 
+    def speeds_of(self, pool: str) -> Speeds:
+        """Of a replica in this pool; a pool that nobody described has the defaults."""
+        return self.pools.get(pool, self.speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessSettings:
+    """Whom the scheduler asks who its callers are, and in whose name it serves."""
+
+    fleet: str
+    namespace: str
+    audience: str
+    """Clients' tokens must be made for it."""
+    client_tokens: bool = True
+    """False: Route and Report need none."""
+    keeping: Keeping = field(default_factory=Keeping)
+    max_verdicts: int = 4096
+    """Of tokens, and of (token, right): a pod each, and its clients; about 1 KiB each."""
+    review_s: float = 3.0
+    """The API server answers a review in 2 ms; beyond this it is away."""
+    review_threads: int = 8
+    max_reviews: int = 512
+    """Under way or waiting, all tokens together; beyond it callers are told to come again."""
+    retry_s: float = 5.0
+    """While the API server is away, it is asked for known callers no more often."""
+    recheck_s: float = 300.0
+    """Open streams are checked again after this: a deleted pod's stream ends within it."""
+    renewal_gap_s: float = 1.0
+    """Least time between two checks of one stream, however often its relay sends a token."""
+
+    @property
+    def relay_audience(self) -> str:
+        """Relays' tokens must be made for it: else a client that was broken into could pose as a replica."""
+        return f"{self.audience}/relay"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """How a scheduler reaches the others of its fleet, with reports of their decisions."""
+
+    ca_file: Path | None = None
+    """Who signs their certificates; read again when it changes. None: plain text."""
+    server_name: str = ""
+    """Name in their certificates. Empty: their address."""
+    timeout_s: float = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -107,3 +159,10 @@ class ServerSettings:
     token_key: bytes = b""
     """Key of the decision ids, shared by the schedulers of a fleet. Empty: random, so that only this process can
     join its own decisions."""
+    tls_files: tuple[Path, Path] | None = None
+    """Certificate chain and key, PEM; read again at each handshake. None: plain text."""
+    access: AccessSettings | None = None
+    """None: everyone may do everything."""
+    advertise: str = ""
+    """host or host:port where the fleet's other schedulers reach this one. Empty: nowhere."""
+    peers: PeerSettings = field(default_factory=PeerSettings)

@@ -1,7 +1,7 @@
 """Decision ids: authenticated tokens that say what was decided.
 
-An id carries enough to count an outcome when the scheduler that decided is gone or has forgotten. It is opaque to
-clients, at most 1 KiB, and can't be made up without the fleet's key. Base64url of version, tag and payload.
+An id carries enough to send its outcome to the scheduler that decided, or to count it when that one is gone or has
+forgotten. It is opaque to clients, at most 1 KiB, and can't be made up without the fleet's key. Base64url of version, tag and payload.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 TAG_BYTES = 16
 MAX_ID_BYTES = 1024
 _FIXED = struct.Struct("<dQIIIIII")  # time, nonce, rank, prompt, predicted, lower, upper, best
 _MAX_NAMES_BYTES = 640
-"""Beyond it the model is written as a digest, to keep the id below its limit."""
+"""Owner, its address, replica and model together. Beyond it the model is written as a digest, to keep the id below its
+limit."""
+MAX_ADDRESS_BYTES = 261
+"""A DNS name (253), a colon, a port."""
 _PLAIN, _DIGEST = 0, 1
 _DIGEST_BYTES = 16
 
@@ -50,6 +53,8 @@ class Decision:
     upper: int
     best: int
     """Longest predicted reuse on any target at that moment."""
+    owner_address: str = ""
+    """host:port where the other schedulers of the fleet reach the owner. Empty: nowhere."""
 
 
 class Tokens:
@@ -62,10 +67,13 @@ class Tokens:
 
     def write(self, decision: Decision) -> str:
         """The id of a decision."""
-        model = decision.model.encode()
         kind = _PLAIN
-        if len(model) + len(decision.replica.encode()) > _MAX_NAMES_BYTES:
-            kind, model = _DIGEST, _digest(decision.model)
+        names = [
+            name.encode()
+            for name in (decision.owner, decision.owner_address, decision.replica, decision.model)
+        ]
+        if sum(map(len, names)) > _MAX_NAMES_BYTES:
+            kind, names[-1] = _DIGEST, _digest(decision.model)
         payload = _FIXED.pack(
             decision.at,
             decision.nonce,
@@ -77,7 +85,7 @@ class Tokens:
             decision.best,
         )
         payload += bytes([kind])
-        for name in (decision.owner.encode(), decision.replica.encode(), model):
+        for name in names:
             payload += struct.pack("<H", len(name)) + name
         framed = bytes([VERSION]) + self._tag(payload) + payload
         return _encode(framed)
@@ -115,15 +123,16 @@ def _decode(payload: bytes, models: Iterable[str]) -> Decision:
     kind = payload[_FIXED.size]
     names = []
     offset = _FIXED.size + 1
-    for _ in range(3):
+    for _ in range(4):
         (size,) = struct.unpack_from("<H", payload, offset)
         names.append(payload[offset + 2 : offset + 2 + size])
         offset += 2 + size
-    owner, replica, model = names
+    owner, owner_address, replica, model = names
     if kind == _DIGEST:
         model = next((name.encode() for name in models if _digest(name) == model), b"")
     return Decision(
         owner=owner.decode(),
+        owner_address=owner_address.decode(),
         model=model.decode(),
         replica=replica.decode(),
         rank=rank,

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -34,6 +35,23 @@ def json_page(status: HTTPStatus, value: object) -> Page:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return Page(status, "application/json", json.dumps(value).encode() + b"\n")
+
+
+class _Server(ThreadingHTTPServer):
+    """`::` is every address of both families, and every IPv4 address where the node has no IPv6."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        if host == "::" and not socket.has_dualstack_ipv6():
+            host = "0.0.0.0"
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 class Web:
@@ -67,8 +85,7 @@ class Web:
             def log_message(self, format: str, *args: object) -> None:
                 log.debug("http request", extra={"line": format % args})
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(host, port, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 

@@ -129,10 +129,14 @@ def decision_ids(data: bytes) -> None:
         except (BadToken, ForeignToken):
             return
         raise AssertionError("nobody wrote it")
-    words = [feed.take(feed.byte()).decode(errors="ignore") for _ in range(3)]
+    words = [feed.take(feed.byte()).decode(errors="ignore") for _ in range(4)]
     owner, model, replica = words[0], words[1] * (1 + feed.below(3)), words[2]
     counts = [feed.number() % 2**32 for _ in range(6)]
-    decision = Decision(owner[:32], model[:512], replica[:253], counts[0], 5.0, 7, *counts[1:])
+    prompt, predicted, lower, upper, best = counts[1:]
+    decision = Decision(
+        *(owner[:32], model[:512], replica[:253], counts[0], 5.0, 7),
+        *(prompt, predicted, lower, upper, best, words[3]),
+    )
     written = tokens.write(decision)
     assert len(written) <= MAX_ID_BYTES
     assert written.isascii()

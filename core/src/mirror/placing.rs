@@ -60,6 +60,7 @@ impl Mirror {
         self.check_places(event, &keys, &numbers, &known)?;
         self.make_room(event, &numbers)?;
 
+        let named = matches!(known, Known::Named);
         let mut targets = Vec::new();
         let (from, mut previous) = match known {
             Known::Placed {
@@ -101,8 +102,8 @@ impl Mirror {
                 self.make_opaque(number);
                 fresh.push(number);
             } else if waits {
-                self.wait(number, event, &keys, at);
-            } else if event.tokens.is_empty() {
+                self.wait(number, event, &keys, at, named);
+            } else if named && event.masked == 0 {
                 span = self.stretch(number, event.unit);
             }
             if !event.places_only {
@@ -204,7 +205,7 @@ impl Mirror {
         keys: &[&[u8]],
         numbers: &[Option<u32>],
     ) -> Result<Known, Refusal> {
-        if event.tokens.is_empty() {
+        if event.tokens.is_empty() || (event.untold && numbers.iter().any(Option::is_some)) {
             return Ok(Known::Named);
         }
         if event.opaque {
@@ -583,8 +584,7 @@ impl Mirror {
     }
 
     /// Makes a unit an orphan, or renews its turn.
-    fn wait(&mut self, number: u32, event: &Stored<'_>, keys: &[&[u8]], at: usize) {
-        let named = event.tokens.is_empty() || event.masked > 0;
+    fn wait(&mut self, number: u32, event: &Stored<'_>, keys: &[&[u8]], at: usize, named: bool) {
         let Some(unit) = self.units.get_mut(number) else {
             return;
         };

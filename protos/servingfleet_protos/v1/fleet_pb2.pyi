@@ -51,16 +51,19 @@ Global___GetReuseRequest: _TypeAlias = GetReuseRequest  # noqa: Y015
 
 @_typing.final
 class GetReuseResponse(_message.Message):
-    """Answers for the scheduler that was asked; a fleet's figures are the sums over its schedulers."""
+    """Answers for the scheduler that was asked; a fleet's figures come from the sums over its schedulers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORTS_FIELD_NUMBER: _builtins.int
     WINDOW_S_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    MIN_PAIRS_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     """Seconds that the window really spans."""
     instance_id: _builtins.str
+    min_pairs: _builtins.int
+    """A figure from fewer pairs has no value."""
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReuseReport]: ...
     def __init__(
@@ -69,10 +72,11 @@ class GetReuseResponse(_message.Message):
         reports: _abc.Iterable[Global___ReuseReport] | None = ...,
         window_s: _builtins.float = ...,
         instance_id: _builtins.str = ...,
+        min_pairs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reports", b"reports", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "min_pairs", b"min_pairs", "reports", b"reports", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

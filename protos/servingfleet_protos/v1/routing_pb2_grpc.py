@@ -69,7 +69,8 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """What became of a decision. Idempotent by decision id.
+        """What became of a decision, told to any scheduler of the fleet. Idempotent by decision id: also after UNAVAILABLE
+        (OWNER_SILENT: the scheduler that decided did not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,8 @@ Where should this prompt go, why, and what became of it.
 
 Errors use canonical codes with google.rpc details: INVALID_ARGUMENT + BadRequest (the field), NOT_FOUND + ErrorInfo
 (MODEL_UNKNOWN, TARGET_UNKNOWN), UNAVAILABLE + ErrorInfo (NO_REPLICAS) + RetryInfo, RESOURCE_EXHAUSTED + ErrorInfo
-(DEADLINE_UNREACHABLE, the estimates in its metadata) + RetryInfo.
+(DEADLINE_UNREACHABLE, the estimates in its metadata) + RetryInfo. Where callers are checked: UNAUTHENTICATED and
+PERMISSION_DENIED + ErrorInfo, UNAVAILABLE + ErrorInfo (REVIEW_UNAVAILABLE) + RetryInfo. docs/scheduler.md lists all.
 """
 
 from collections import abc as _abc
@@ -41,7 +42,9 @@ class RouterStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_routing_pb2.RouteRequest, _routing_pb2.ExplainResponse]
     """What Route would do, with every candidate; opens nothing and counts nothing."""
     Report: _grpc.UnaryUnaryMultiCallable[_routing_pb2.ReportRequest, _routing_pb2.ReportResponse]
-    """What became of a decision. Idempotent by decision id."""
+    """What became of a decision, told to any scheduler of the fleet. Idempotent by decision id: also after UNAVAILABLE
+    (OWNER_SILENT: the scheduler that decided did not answer).
+    """
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -51,7 +54,9 @@ class RouterAsyncStub(RouterStub):
     Explain: _aio.UnaryUnaryMultiCallable[_routing_pb2.RouteRequest, _routing_pb2.ExplainResponse]  # type: ignore[assignment]
     """What Route would do, with every candidate; opens nothing and counts nothing."""
     Report: _aio.UnaryUnaryMultiCallable[_routing_pb2.ReportRequest, _routing_pb2.ReportResponse]  # type: ignore[assignment]
-    """What became of a decision. Idempotent by decision id."""
+    """What became of a decision, told to any scheduler of the fleet. Idempotent by decision id: also after UNAVAILABLE
+    (OWNER_SILENT: the scheduler that decided did not answer).
+    """
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -76,6 +81,8 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _routing_pb2.ReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_routing_pb2.ReportResponse, _abc.Awaitable[_routing_pb2.ReportResponse]]:
-        """What became of a decision. Idempotent by decision id."""
+        """What became of a decision, told to any scheduler of the fleet. Idempotent by decision id: also after UNAVAILABLE
+        (OWNER_SILENT: the scheduler that decided did not answer).
+        """
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -144,6 +144,7 @@ class SchedulerMessage(_message.Message):
     RESYNC_FIELD_NUMBER: _builtins.int
     CREDIT_OPENED_FIELD_NUMBER: _builtins.int
     CREDIT_ENDED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -158,6 +159,10 @@ class SchedulerMessage(_message.Message):
 
     @_builtins.property
     def credit_ended(self) -> Global___CreditEnded: ...
+    @_builtins.property
+    def outcome(self) -> Global___Outcome:
+        """What became of a prompt that ran here: the relay holds its reading of the events to it."""
+
     def __init__(
         self,
         *,
@@ -167,12 +172,13 @@ class SchedulerMessage(_message.Message):
         resync: Global___Resync | None = ...,
         credit_opened: Global___CreditOpened | None = ...,
         credit_ended: Global___CreditEnded | None = ...,
+        outcome: Global___Outcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "grant_snapshot", "resync", "credit_opened", "credit_ended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "grant_snapshot", "resync", "credit_opened", "credit_ended", "outcome"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -649,6 +655,34 @@ class CreditEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreditEnded: _TypeAlias = CreditEnded  # noqa: Y015
+
+@_typing.final
+class Outcome(_message.Message):
+    """A prediction and the engine's own report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    predicted: _builtins.int
+    """Tokens."""
+    reported: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        predicted: _builtins.int = ...,
+        reported: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted", b"predicted", "rank", b"rank", "reported", b"reported"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class EngineLoad(_message.Message):

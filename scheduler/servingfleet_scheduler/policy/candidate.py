@@ -12,6 +12,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from .speeds import DEFAULTS, Speeds
+
 
 class Reuse(NamedTuple):
     """Prompt tokens that a target is expected to reuse: lower <= predicted <= upper."""
@@ -42,6 +44,8 @@ class Candidate(NamedTuple):
     """Sent by this scheduler and not yet ended."""
     last_dispatch: int = 0
     """Number of the last dispatch there, rising over all targets; 0: never."""
+    speeds: Speeds = DEFAULTS
+    """Of its pool."""
 
 
 class Term(NamedTuple):

@@ -26,6 +26,7 @@ def make_scheduler(
     now: float = 0.0,
     instance_id: str = "scheduler-1",
     key: bytes = KEY,
+    address: str = "",
     **settings: Any,
 ) -> Scheduler:
     """A scheduler whose `static` replicas serve MODEL."""
@@ -36,6 +37,7 @@ def make_scheduler(
         now=now,
         rng=random.Random(7),
         token_key=key,
+        address=address,
     )
 
 

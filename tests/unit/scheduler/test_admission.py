@@ -8,9 +8,7 @@ import pytest
 from servingfleet_scheduler.admission import admit
 from servingfleet_scheduler.errors import DeadlineUnreachable
 from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Reuse
-from servingfleet_scheduler.policy.estimate import Speeds, estimate
-
-SPEEDS = Speeds()
+from servingfleet_scheduler.policy.estimate import estimate
 
 
 def make(
@@ -18,17 +16,17 @@ def make(
 ) -> Estimate:
     held = Reuse(20_000, predicted, predicted, max(upper, predicted), (predicted, 0, 0, 0))
     said = {"certain": True} | fields
-    return estimate(SPEEDS, Candidate(replica, 0, held, queue_s, **said))
+    return estimate(Candidate(replica, 0, held, queue_s, **said))
 
 
 def admitted(*estimates: Estimate, deadline_s: float | None) -> list[str]:
-    found = admit(SPEEDS, estimates, deadline_s, random.Random(1))
+    found = admit(estimates, deadline_s, random.Random(1))
     return [each.candidate.replica for each in found]
 
 
 def refusal(*estimates: Estimate, deadline_s: float, seed: int = 1) -> DeadlineUnreachable:
     with pytest.raises(DeadlineUnreachable) as error:
-        admit(SPEEDS, estimates, deadline_s, random.Random(seed))
+        admit(estimates, deadline_s, random.Random(seed))
     return error.value
 
 

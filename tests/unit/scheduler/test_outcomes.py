@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from servingfleet_core.reports import added
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 from servingfleet_scheduler.errors import InvalidRequest
 from servingfleet_scheduler.service import Scheduler
@@ -128,6 +129,46 @@ def test_a_decision_of_a_peer_is_joined_from_its_id_once() -> None:
     assert report(scheduler, decision).disposition == Response.DISPOSITION_DUPLICATE
     sums = model_report(scheduler).sums
     assert (sums.pairs, sums.predicted, sums.decisions) == (1, 64, 0)
+
+
+def test_a_decision_names_where_its_owner_is_reached() -> None:
+    owner = warm_scheduler(instance_id="owner", address="10.0.0.1:7070")
+    peer = warm_scheduler(instance_id="peer", address="10.0.0.2:7070")
+    decision = decide(owner)
+    assert peer.owner_elsewhere(decision) == "10.0.0.1:7070"
+    assert owner.owner_elsewhere(decision) == ""
+    report(owner, decision)
+    assert owner.owner_elsewhere(decision) == ""
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        {"key": b"key of another fleet", "address": "10.0.0.1:7070"},
+        {"address": "10.0.0.2:7070"},  # this scheduler's own: the owner was here before
+        {"address": ""},
+    ],
+)
+def test_a_decision_whose_owner_can_not_be_reached_is_nobody_elses(decided: dict[str, Any]) -> None:
+    peer = warm_scheduler(instance_id="peer", address="10.0.0.2:7070")
+    assert peer.owner_elsewhere(decide(warm_scheduler(instance_id="owner", **decided))) == ""
+    assert peer.owner_elsewhere("not an id") == ""
+
+
+def test_a_report_holds_all_that_its_figures_are_made_of() -> None:
+    schedulers = [warm_scheduler(instance_id=name, min_pairs=2) for name in ("a", "b")]
+    for scheduler, cached in zip(schedulers, (64, 16), strict=True):
+        report(scheduler, decide(scheduler), cached=cached)
+    report(schedulers[0], decide(schedulers[1]), cached=32)
+    request = fleet_pb2.GetReuseRequest(model=MODEL)
+    answer = added(each.get_reuse(request, 2.0) for each in schedulers)
+    (together,) = answer.reports
+    assert answer.min_pairs == 2
+    assert (together.sums.decisions, together.sums.joined, together.sums.pairs) == (3, 2, 3)
+    assert together.sums.products["actual_prompt"] == 80 * (64 + 16 + 32)
+    figures = {each.name: each for each in together.figures}
+    assert figures["reused_fraction"].value == pytest.approx((64 + 16 + 32) / 240)
+    assert figures["reused_fraction"].HasField("low")
 
 
 def test_a_decision_forgotten_for_lack_of_room_is_joined_from_its_id() -> None:

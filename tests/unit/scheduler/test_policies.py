@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from servingfleet_scheduler.policy import POLICIES, make_policy
 from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Reuse
-from servingfleet_scheduler.policy.estimate import Speeds, estimate, work_seconds
-
-SPEEDS = Speeds()
+from servingfleet_scheduler.policy.estimate import estimate, work_seconds
+from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
 
 
 def reuse(prompt: int = 4096, predicted: int = 0, *, tier: int = 0) -> Reuse:
@@ -22,7 +21,7 @@ def reuse(prompt: int = 4096, predicted: int = 0, *, tier: int = 0) -> Reuse:
 
 def make(replica: str = "a", held: Reuse | None = None, **fields: Any) -> Estimate:
     said = {"queue_s": 0.0, "certain": True} | fields
-    return estimate(SPEEDS, Candidate(replica, 0, held or reuse(), **said))
+    return estimate(Candidate(replica, 0, held or reuse(), **said))
 
 
 def order(policy: str, *estimates: Estimate, seed: int = 1) -> list[str]:

@@ -45,6 +45,29 @@ def test_a_hello_is_welcomed_and_given_a_snapshot_slot() -> None:
     assert list(grant.ranks) == [0, 1]
 
 
+def test_a_relay_that_has_proven_its_pod_speaks_for_no_other() -> None:
+    scheduler = make_scheduler()
+    FakeRelay(scheduler, "r2").hello().snapshot(hashes(64))
+    relay = FakeRelay(scheduler, "r2")
+    relay.session = scheduler.open_session(0.0, only_replica="r1")
+    refusal = refused(relay, stream_id="another")
+    assert (refusal.code, refusal.reason) == (code_pb2.PERMISSION_DENIED, "OTHER_REPLICA")
+    assert predicted(scheduler, replica="r2") == 64
+    relay = FakeRelay(scheduler, "r1")
+    relay.session = scheduler.open_session(0.0, only_replica="r1")
+    assert relay.hello().take("welcome")
+
+
+def test_a_renewed_proof_changes_nothing_here() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    relay.tell(credential=stream_pb2.Credential(token="fresh"))
+    assert not scheduler.streams.drops
+    with pytest.raises(SessionRefused) as refusal:
+        relay.send(credential=stream_pb2.Credential(token="numbered"))
+    assert refusal.value.reason == "SEQ_UNEXPECTED"
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "reason"),
     [

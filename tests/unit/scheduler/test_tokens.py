@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servingfleet_scheduler.tokens import (
+    MAX_ADDRESS_BYTES,
     MAX_ID_BYTES,
     BadToken,
     Decision,
@@ -23,16 +24,24 @@ def names(most: int) -> st.SearchStrategy[str]:
     return st.text(min_size=1, max_size=most).filter(lambda text: 0 < len(text.encode()) <= most)
 
 
-@given(names(512), names(253), names(64))
-def test_an_id_says_what_was_decided_and_is_short(model: str, replica: str, owner: str) -> None:
-    decision = replace(DECISION, model=model, replica=replica, owner=owner)
+@given(names(512), names(253), names(64), names(MAX_ADDRESS_BYTES) | st.just(""))
+def test_an_id_says_what_was_decided_and_is_short(
+    model: str, replica: str, owner: str, address: str
+) -> None:
+    decision = replace(DECISION, model=model, replica=replica, owner=owner, owner_address=address)
     written = TOKENS.write(decision)
     assert len(written) <= MAX_ID_BYTES
     assert TOKENS.read(written, [model]) == decision
 
 
 def test_the_longest_names_still_fit() -> None:
-    decision = replace(DECISION, model="m" * 512, replica="r" * 253, owner="o" * 64)
+    decision = replace(
+        DECISION,
+        model="m" * 512,
+        replica="r" * 253,
+        owner="o" * 64,
+        owner_address="a" * MAX_ADDRESS_BYTES,
+    )
     written = TOKENS.write(decision)
     assert len(written) <= MAX_ID_BYTES
     assert TOKENS.read(written, ["m", "m" * 512]).model == "m" * 512
@@ -67,7 +76,7 @@ def test_another_key_makes_it_foreign() -> None:
 def test_another_version_is_bad() -> None:
     framed = base64.urlsafe_b64decode(TOKENS.write(DECISION) + "==")
     with pytest.raises(BadToken, match="version"):
-        TOKENS.read(base64.urlsafe_b64encode(b"\x02" + framed[1:]).decode().rstrip("="))
+        TOKENS.read(base64.urlsafe_b64encode(b"\x01" + framed[1:]).decode().rstrip("="))
 
 
 def test_a_short_key_is_refused() -> None:

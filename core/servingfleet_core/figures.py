@@ -1,7 +1,8 @@
 """The figures of docs/measures.md, from sums over joined pairs.
 
-Pure arithmetic. A figure is a ratio of two sums over requests, or a share of requests. Its 95% interval comes from the
-delta method for ratios and from Wilson's score for shares. A figure from too few pairs has no value at all.
+Pure arithmetic, shared by all who count and all who add up what others counted: `reports` brings sums over the wire. A
+figure is a ratio of two sums over requests, or a share of requests. Its 95% interval comes from the delta method for
+ratios and from Wilson's score for shares. A figure from too few pairs has no value at all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servingfleet_scheduler.figures import (
+from servingfleet_core.figures import (
     Figure,
     Sums,
     figures,
@@ -15,26 +15,7 @@ from servingfleet_scheduler.figures import (
     wilson_interval,
 )
 
-
-@st.composite
-def pairs(draw: st.DrawFn) -> dict[str, int]:
-    prompt = draw(st.integers(1, 200_000))
-    lower, predicted, upper = sorted(draw(st.tuples(*[st.integers(0, prompt)] * 3)))
-    return {
-        "prompt": prompt,
-        "best": draw(st.integers(predicted, prompt)),
-        "lower": lower,
-        "predicted": predicted,
-        "upper": upper,
-        "actual": draw(st.integers(0, prompt)),
-    }
-
-
-def summed(rows: list[dict[str, int]]) -> Sums:
-    sums = Sums()
-    for row in rows:
-        sums.add_pair(**row)
-    return sums
+from .pairs import pairs, summed
 
 
 def by_name(sums: Sums, min_pairs: int = 1) -> dict[str, Figure]:

@@ -1,0 +1,213 @@
+"""`servingfleet record`: a live engine's events and its answers, as a recording that can be verified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+
+from servingfleet_relay.adapters.registry import ADAPTERS, AUTO
+from servingfleet_relay.load import EngineHttp, ScrapeFailed
+from servingfleet_relay.options import BadOption, rank_sockets
+from servingfleet_relay.settings import RankSockets, RelaySettings
+from servingfleet_sim.driving import FLAGS, REQUEST_S, Driver, Step, read_steps
+from servingfleet_sim.recorder import NotRecorded, Recorder, rows, wall_clock
+from servingfleet_sim.recordings import RecordingError
+
+from . import exits
+from .interrupts import run_to_end
+
+HELP = (
+    "Exit codes: 0 recorded, 1 nothing was published or no reuse was reported, 2 wrong usage, "
+    "3 engine unreachable."
+)
+FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+
+@click.command("record", epilog=HELP)
+@click.argument("events", metavar="tcp://HOST:PORT")
+@click.option("--replay", metavar="tcp://HOST:PORT", help="Where the engine replays its events.")
+@click.option("--ranks", default=1, show_default=True, help="Ranks, on consecutive ports.")
+@click.option("--engine-http", metavar="URL", help="The engine's HTTP server: says what it is.")
+@click.option(
+    "--engine",
+    type=click.Choice([AUTO, *ADAPTERS]),
+    default=AUTO,
+    show_default=True,
+    help="What publishes there; auto: as --engine-http says.",
+)
+@click.option("--facts", type=FILE, help="JSON laid into engine.json: arguments, layer groups.")
+@click.option("--prompts", type=FILE, help="Ask the engine these: the lines of a requests.jsonl.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long, without --prompts.")
+@click.option(
+    "--quiet-s",
+    default=0.2,
+    show_default=True,
+    help="A request has been published when nothing came for so long.",
+)
+@click.option("--connect-s", default=10.0, show_default=True, help="How long to wait for it.")
+@click.option(
+    "-o",
+    "--output",
+    "directory",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the recording: new, or empty.",
+)
+def record_command(
+    events: str,
+    replay: str | None,
+    ranks: int,
+    engine_http: str | None,
+    engine: str,
+    facts: Path | None,
+    prompts: Path | None,
+    seconds: float,
+    quiet_s: float,
+    connect_s: float,
+    directory: Path,
+) -> None:
+    """Record what an engine publishes, so that verify and check-stream can read it (docs/recordings.md).
+
+    With --prompts each line is asked of the engine in turn, and what it reports to have reused is
+    recorded with it. Whatever else the engine is asked meanwhile spoils the verification.
+    """
+    if prompts is not None and engine_http is None:
+        raise click.UsageError("--prompts needs --engine-http: nobody to ask")
+    if engine == AUTO and engine_http is None:
+        raise click.UsageError("--engine or --engine-http must say what publishes there")
+    try:
+        sockets = rank_sockets(range(ranks), [events], [replay] if replay else [], bind=False)
+        steps = read_steps(prompts) if prompts is not None else None
+        known = json.loads(facts.read_text()) if facts is not None else {}
+        if not isinstance(known, dict):
+            raise RecordingError(f"{facts}: {type(known).__name__}, expected an object")
+        _make(directory)
+    except (BadOption, RecordingError, ValueError, OSError) as error:
+        raise exits.Exit(str(error), exits.USAGE) from error
+    wanted = _Wanted(sockets, engine, engine_http, known, steps, seconds, quiet_s, connect_s)
+    try:
+        summary = run_to_end(_record(wanted, directory))
+    except (NotRecorded, ScrapeFailed, httpx.HTTPError) as error:
+        said = str(error) or type(error).__name__
+        raise exits.Exit(said, exits.UNREACHABLE) from error
+    click.echo("\n".join(_lines(directory, summary)))
+    if not summary["messages"] or not summary["reports_reuse"]:
+        raise SystemExit(exits.NO)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    sockets: tuple[RankSockets, ...]
+    engine: str
+    engine_http: str | None
+    facts: Mapping[str, Any]
+    steps: list[Step] | None
+    seconds: float
+    quiet_s: float
+    connect_s: float
+
+
+def _make(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise RecordingError(f"{directory}: not empty; expected a new folder for the recording")
+
+
+async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
+    facts = await _identity(wanted)
+    (directory / "engine.json").write_text(json.dumps({**facts, **wanted.facts}, indent=1) + "\n")
+    clock = wall_clock()
+    async with httpx.AsyncClient(base_url=wanted.engine_http or "", timeout=REQUEST_S) as http:
+        driver = Driver(http, str(facts.get("model", "")), clock)
+        with (directory / "events.jsonl").open("w", buffering=1) as events:
+            recorder = Recorder(wanted.sockets, events, clock)
+
+            async def settled() -> None:
+                await recorder.quiet(wanted.quiet_s)
+
+            async def work() -> None:
+                if wanted.steps is None:
+                    await asyncio.sleep(wanted.seconds)
+                else:
+                    await driver.play(wanted.steps, settled)
+
+            try:
+                await recorder.during(work, wanted.connect_s)
+            finally:
+                # One that is interrupted holds what was recorded until then.
+                lines = [*driver.finished(), *recorder.controls]
+                (directory / "requests.jsonl").write_text("".join(rows(lines)))
+    asked = [row for row in driver.rows if "request" in row]
+    return {
+        "engine": facts,
+        "messages": recorder.messages,
+        "requests": len(asked),
+        "refused": driver.refused,
+        "prompt_tokens": sum(row.get("prompt_tokens", 0) for row in asked),
+        "cached_tokens": sum(row.get("cached_tokens") or 0 for row in asked),
+        "reports_reuse": driver.reports_reuse or not asked,
+        "disconnections": sum(row["control"] == "engine gone" for row in recorder.controls),
+        "replays_failed": recorder.replays_failed,
+    }
+
+
+async def _identity(wanted: _Wanted) -> dict[str, Any]:
+    """What engine.json holds of the engine's own answers. Raises ScrapeFailed."""
+    if wanted.engine_http is None:
+        return {wanted.engine: ""}
+    ranks = tuple(each.rank for each in wanted.sockets)
+    engine = EngineHttp(wanted.engine_http, RelaySettings(sockets=wanted.sockets, schedulers=()))
+    try:
+        identity = await engine.identity(ranks)
+        if wanted.engine not in (AUTO, identity.engine):
+            raise ScrapeFailed(
+                f"{wanted.engine_http} is {identity.engine}; expected {wanted.engine}, as --engine says"
+            )
+        facts: dict[str, Any] = {identity.engine: identity.version, "model": await engine.model()}
+    finally:
+        await engine.close()
+    if identity.engine == "sglang":
+        facts |= await _page_size(wanted.engine_http)
+    return facts
+
+
+async def _page_size(engine_http: str) -> dict[str, Any]:
+    """Where pages are smaller than a block, whole blocks are all that can be known.
+
+    Nothing else of that answer is kept: it holds the engine's arguments, and with them its key.
+    """
+    async with httpx.AsyncClient(base_url=engine_http) as http:
+        for path in ("/server_info", "/get_server_info"):
+            answer = await http.get(path)
+            if answer.status_code == httpx.codes.OK:
+                told = answer.json().get("page_size")
+                return {"page_size": told} if isinstance(told, int) else {}
+    return {}
+
+
+def _lines(directory: Path, summary: Mapping[str, Any]) -> list[str]:
+    engine = " ".join(f"{name} {value}".strip() for name, value in summary["engine"].items())
+    lines = [f"{directory}: {engine}: {summary['messages']} messages"]
+    if not summary["messages"]:
+        lines.append("nothing was published: are events switched on, and was there traffic?")
+    if summary["requests"]:
+        reused = f"{summary['cached_tokens']} of {summary['prompt_tokens']} prompt tokens reused"
+        lines.append(f"{summary['requests']} requests, {summary['refused']} refused; {reused}")
+    if not summary["reports_reuse"]:
+        flags = ", ".join(f"{flag} ({name})" for name, flag in FLAGS.items())
+        lines.append(
+            f"no answer told what it reused: nothing to verify. Start the engine with {flags}, "
+            "and ask some prompt twice"
+        )
+    for name in ("disconnections", "replays_failed"):
+        if summary[name]:
+            lines.append(f"{name.replace('_', ' ')}: {summary[name]}")
+    return lines
