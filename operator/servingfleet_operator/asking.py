@@ -1,0 +1,132 @@
+"""Asks the schedulers of every fleet, again and again, apart from the reconciles: one that is slow to answer delays nobody.
+
+What was answered is kept here; a reconcile is asked for only when an answer differs from the one before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from . import names
+from .certificates import Certificates
+from .errors import Refused
+from .metrics import Metrics
+from .queue import QueueSettings, WorkQueue
+from .reports import Answers, Caller, Tokens, ask, is_ready
+from .spec import BadSpec, Fleet
+from .store import Body, Key, Store
+
+ASK_S = 15.0
+"""Between two questions: a status with figures is not written more often."""
+GRACE_S = 10.0
+"""A scheduler that has only just become ready may not answer yet: the right to ask who we are takes a moment to spread."""
+AGAIN_S = 2.0
+"""Until it is asked again meanwhile."""
+SETTINGS = QueueSettings(gather_s=0.0, first_backoff_s=ASK_S, longest_backoff_s=ASK_S, workers=16)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    pods: frozenset[str]
+    since: float
+    """When these became the ready ones."""
+
+
+class Asking:
+    """What the schedulers of fleets said last."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        certificates: Certificates,
+        tokens: Tokens,
+        metrics: Metrics,
+        leads: Callable[[], bool],
+        on_news: Callable[[Key], None],
+        rng: random.Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._certificates = certificates
+        self._tokens = tokens
+        self._metrics = metrics
+        self._leads = leads
+        self._on_news = on_news
+        self._clock = clock
+        self._queue: WorkQueue[Key] = WorkQueue(self._one, SETTINGS, rng)
+        self._answers: dict[Key, Answers] = {}
+        self._asked: dict[Key, _Asked] = {}
+
+    async def run(self) -> None:
+        """Asks for ever."""
+        await self._queue.run()
+
+    def answers(self, key: Key, pods: Sequence[Body]) -> Answers | None:
+        """The last answers of the fleet's schedulers; None: none is ready, or none was asked yet.
+
+        pods: the scheduler's. Those that became ready since are asked at once.
+        """
+        ready = frozenset(pod["metadata"]["uid"] for pod in pods if is_ready(pod))
+        if not ready:
+            self._answers.pop(key, None)
+            self._asked.pop(key, None)
+            self._queue.forget(key)
+            return None
+        asked = self._asked.get(key)
+        if asked is None or asked.pods != ready:
+            self._asked[key] = _Asked(ready, self._clock())
+            self._queue.add(key)
+        return self._answers.get(key)
+
+    def keep_only(self, keys: Container[Key]) -> None:
+        """Forgets other fleets than these."""
+        for key in [key for key in self._asked if key not in keys]:
+            del self._asked[key]
+            self._answers.pop(key, None)
+            self._queue.forget(key)
+
+    async def _one(self, key: Key) -> float | None:
+        if not self._leads() or key not in self._asked:
+            self._asked.pop(key, None)
+            return None
+        try:
+            fleet = self._store.fleet(key)
+        except BadSpec:
+            fleet = None
+        if fleet is None:
+            return ASK_S
+        caller = await self._caller(fleet)
+        if isinstance(caller, str):
+            answers = Answers((), (caller,))
+        else:
+            answers = await ask(self._store.scheduler_pods(key), caller)
+        if any("UNAUTHENTICATED" in line for line in answers.unanswered):
+            self._tokens.forget(names.audience(fleet.name, fleet.namespace))
+        self._metrics.scheduler_reports.labels("answered").inc(len(answers.reports))
+        self._metrics.scheduler_reports.labels("unanswered").inc(len(answers.unanswered))
+        asked = self._asked.get(key)
+        if asked is None:
+            return None
+        fresh = self._clock() - asked.since < GRACE_S
+        if fresh and not answers.reports and key not in self._answers:
+            return AGAIN_S
+        if self._answers.get(key) != answers:
+            self._answers[key] = answers
+            self._on_news(key)
+        return AGAIN_S if fresh and answers.unanswered else ASK_S
+
+    async def _caller(self, fleet: Fleet) -> Caller | str:
+        server_name = names.server_name(fleet.name, fleet.namespace)
+        if not fleet.secured:
+            return Caller(None, server_name, "")
+        certificates = self._certificates.known(fleet)
+        if certificates is None:
+            return "the fleet has no certificates; see the condition Reconciled"
+        try:
+            token = await self._tokens.token(names.audience(fleet.name, fleet.namespace))
+        except Refused as error:
+            return str(error)
+        return Caller(certificates.ca_bundle, server_name, token)
