@@ -8,18 +8,24 @@ READY := $(VENV)/.ready
 RUST := core/Cargo.toml core/Cargo.lock $(wildcard core/src/*.rs core/src/*/*.rs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-engine check bench generate clean
+.PHONY: help setup demo cluster-demo test test-cluster test-engine check bench generate clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(READY) ## build .venv with the Rust core and every dependency
 
 demo: $(READY) ## emulated engines, real relays, a real scheduler, the report (two minutes)
 	$(BIN)/servingfleet demo
 
-test: $(READY) ## all tests that need no engine: unit, property, contract, integration, faults, simulation, fuzzing
+cluster-demo: $(READY) ## a fleet in real pods on a real Kubernetes (12 minutes the first time, then 90 seconds)
+	$(BIN)/python -m tests.cluster demo
+
+test: $(READY) ## all tests that need no engine and no cluster: unit, property, contract, integration, faults, simulation, fuzzing
 	$(BIN)/python -m pytest -q -rs
+
+test-cluster: $(READY) ## the operator, the chart and whole fleets on a real Kubernetes (docs/testing-on-kubernetes.md)
+	SERVINGFLEET_CLUSTER=$${SERVINGFLEET_CLUSTER:-1} $(BIN)/python -m pytest -q -rs tests/cluster
 
 test-engine: $(READY) ## the same against a real vLLM on CPU, in an environment of its own (3 minutes, 6 GB)
 	SERVINGFLEET_ENGINE=1 $(BIN)/python -m pytest -q -rs tests/engine
@@ -31,6 +37,7 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 	MYPYPATH=bench $(BIN)/mypy bench/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python crds/reference.py --check
 	MYPYPATH=core $(BIN)/python -m mypy.stubtest servingfleet_core._native
 	cargo fmt --manifest-path core/Cargo.toml --check
 	cargo clippy --manifest-path core/Cargo.toml --locked --all-targets -- -D warnings
@@ -39,8 +46,9 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 bench: $(READY) ## time and memory of the hot paths, as ratios, into bench/out
 	$(BIN)/python bench/run.py
 
-generate: $(READY) ## regenerate the committed Python of protos/
+generate: $(READY) ## regenerate the committed Python of protos/ and docs/crd.md
 	$(BIN)/python protos/generate.py
+	$(BIN)/python crds/reference.py
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build core/target bench/out core/servingfleet_core/*.so

@@ -1,0 +1,3 @@
+module servingfleet.dev/tests/cluster/pause
+
+go 1.24.0
