@@ -6,6 +6,8 @@ import json
 import logging
 import time
 
+LEVELS = ("debug", "info", "warning", "error")
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

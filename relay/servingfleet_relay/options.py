@@ -6,9 +6,11 @@ Pure. Every refusal says what was seen and what was expected.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from .adapters.registry import ADAPTERS
 from .settings import LayerGroup, RankSockets
+from .supervisor import LEAST_MEMORY_MIB
 
 
 class BadOption(ValueError):
@@ -47,6 +49,33 @@ def checked(option: str, value: str, most_bytes: int) -> str:
     if len(value.encode()) > most_bytes:
         raise BadOption(f"{option} has {len(value.encode())} bytes; at most {most_bytes}")
     return value
+
+
+def host_port(option: str, value: str) -> str:
+    """host:port as schedulers and clients take it; "" for none. A bare IPv6 address gets its brackets."""
+    if not value:
+        return ""
+    host, _, port = checked(option, value, 512).rpartition(":")
+    if not host or not _is_port(port) or "$(" in host:
+        raise BadOption(f"{option} {value!r}; expected host:port")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else value
+
+
+def check_identity(ca_file: Path | None, name: str, token_file: Path | None) -> None:
+    """Refuses to show a credential, or to expect a name, where nothing is encrypted."""
+    for option, given in (("--token-file", token_file), ("--scheduler-name", name)):
+        if given and ca_file is None:
+            raise BadOption(
+                f"{option} is given without --scheduler-ca-file: schedulers would be spoken to in plain text"
+            )
+
+
+def check_memory(memory_mib: int, *, supervise: bool) -> None:
+    """Refuses a limit that nobody sets, and one that no relay can start in. 0: no limit."""
+    if memory_mib and not supervise:
+        raise BadOption("--worker-memory-mib is given without --supervise")
+    if 0 < memory_mib < LEAST_MEMORY_MIB:
+        raise BadOption(f"--worker-memory-mib {memory_mib}; expected at least {LEAST_MEMORY_MIB}")
 
 
 def labels(values: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from servingfleet_core import HASH_VERSION
 
@@ -48,6 +49,8 @@ class PipelineSettings:
     layer_groups: tuple[LayerGroup, ...] = ()
     """In the engine's order. (): learned from its events, so that prompts sent before the first are read as if the
     model had full attention only."""
+    less_units: int = 0
+    """Blocks at the end of a match that the engine computes again: 1 where vLLM drafts with EAGLE."""
     hybrid: bool = False
     """The model has window or recurrent layers: on an engine that does not announce their eviction (SGLang), what is
     held is an upper bound."""
@@ -77,6 +80,33 @@ class PipelineSettings:
     counters_interval_s: float = 5.0
 
 
+def units_within(memory_mib: int, ranks: int) -> int:
+    """`max_units` of each rank's mirror for a process that has this much memory; 0: as much as it likes.
+
+    Beyond it further stores are dropped, which `upper` tells of. Without it the process would die of its memory, learn
+    the same from the engine's replay, and die again.
+    """
+    usual = PipelineSettings.max_units
+    if not memory_mib:
+        return usual
+    # Measured: 310 bytes a unit, and 545 where the tables have just doubled.
+    return min(usual, _room(memory_mib) * 2 // 3 // 550 // ranks)
+
+
+def messages_within(memory_mib: int, ranks: int) -> int:
+    """`receive_high_water_messages` of each rank likewise: an engine sends a replay as fast as it can."""
+    usual = RelaySettings.receive_high_water_messages
+    if not memory_mib:
+        return usual
+    # A step of a busy engine stores 200 blocks in 16 KiB. What the engine then drops is asked for again.
+    return min(usual, _room(memory_mib) // 3 // (16 * 1024) // ranks)
+
+
+def _room(memory_mib: int) -> int:
+    """Bytes beyond what a process at rest takes."""
+    return max(0, memory_mib - 55) * MIB
+
+
 @dataclass(frozen=True)
 class RankSockets:
     """The engine's sockets for one rank."""
@@ -98,9 +128,22 @@ class RelaySettings:
     """host:port each; every address that a name resolves to gets a link."""
     engine_http: str | None = None
     """Base address of the engine's HTTP server. None: no load, nothing learned from it."""
+    canary: bool = False
+    """Send each life of the engine a prompt of our own: what comes of it must be what we think."""
     metrics_port: int | None = None
     """None: no metrics server. 0: any free port."""
     metrics_host: str = "0.0.0.0"
+    scheduler_ca_file: Path | None = None
+    """PEM certificates of who may vouch for schedulers, read at each dial. None: plain text."""
+    scheduler_name: str = ""
+    """The name that schedulers' certificates must bear. Empty: the address that is dialled."""
+    token_file: Path | None = None
+    """Whom the relay speaks for, proven to schedulers. Never without `scheduler_ca_file`."""
+    renewal_interval_s: float = 5.0
+    """A renewed token reaches the schedulers within this; a kubelet renews with minutes to spare."""
+    heartbeat_fd: int | None = None
+    """Where a supervisor hears that the event loop turns. None: there is no supervisor."""
+    heartbeat_interval_s: float = 5.0
     receive_high_water_messages: int = 20_000
     """Beyond it ZeroMQ drops, which shows as a gap and is replayed."""
     max_message_bytes: int = 8 * MIB
@@ -116,6 +159,8 @@ class RelaySettings:
     welcome_deadline_s: float = 10.0
     ack_deadline_s: float = 30.0
     """A scheduler that acknowledges nothing for so long is given up and dialled again."""
+    leave_deadline_s: float = 0.5
+    """For schedulers to answer the end of a stream when the relay ends."""
     reconnect_first_s: float = 0.2
     reconnect_most_s: float = 10.0
     """Backoff between these, doubled each time, with full jitter: a fleet must not return at once."""

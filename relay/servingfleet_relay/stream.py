@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from servingfleet_protos.v1.stream_pb2 import RelayMessage, SchedulerMessage
+from servingfleet_protos.v1.stream_pb2 import Credential, RelayMessage, SchedulerMessage
 from servingfleet_protos.v1.stream_pb2_grpc import RelayIntakeStub
 
+from .credentials import ChannelOptions, Credentials, Unusable
 from .pipeline import Pipeline
 from .settings import RelaySettings
 
@@ -29,6 +30,22 @@ if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[RelayMessage, SchedulerMessage]
 
 log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS: ChannelOptions = (
+    # Each link is one scheduler process: a channel shared by address would outlive it.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Of the pod network, where a proxy for the world outside has no business.
+    ("grpc.enable_http_proxy", 0),
+    # A scheduler whose machine is gone is noticed although it owes nothing. Schedulers allow pings this often.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+_ADVICE = {
+    grpc.StatusCode.UNAUTHENTICATED: "see that --token-file holds a token of this pod that has not expired, "
+    "for the audience that the scheduler expects; without --token-file none is shown",
+    grpc.StatusCode.PERMISSION_DENIED: "see that --replica is the uid of the pod whose token --token-file holds, "
+    "and that the pod is in the fleet's namespace",
+}
 
 
 class Unreachable(Exception):
@@ -43,19 +60,20 @@ class Links:
         settings: RelaySettings,
         pipeline: Pipeline,
         rng: random.Random,
-        credentials: grpc.ChannelCredentials | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`credentials`: None speaks plain HTTP/2."""
         self._settings = settings
         self._pipeline = pipeline
         self._rng = rng
-        self._credentials = credentials
+        self._credentials = Credentials(settings, self.wake)
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake: dict[str, asyncio.Event] = {}
         self._unresolved: set[str] = set()
         """Targets whose trouble was told."""
+        self._readers: set[asyncio.Task[None]] = set()
+        """Of the streams that are open."""
+        self._leaving = False
 
     def wake(self) -> None:
         """There may be something to send."""
@@ -63,24 +81,36 @@ class Links:
             event.set()
 
     async def run(self) -> None:
-        """Follows the schedulers' addresses until it is cancelled."""
+        """Follows the schedulers' addresses until it is cancelled; then ends the streams in order."""
         known: dict[str, frozenset[str]] = {
             target: frozenset() for target in self._settings.schedulers
         }
         async with asyncio.TaskGroup() as group:
-            while True:
-                for target, addresses in known.items():
-                    # A name that does not resolve just now keeps the links that it has.
-                    known[target] = await self._resolve(target) or addresses
-                wanted = frozenset().union(*known.values())
-                for address in self._tasks.keys() - wanted:
-                    await self._end(address)
-                for address in sorted(wanted - self._tasks.keys()):
-                    self._wake[address] = asyncio.Event()
-                    self._tasks[address] = group.create_task(
-                        self._keep(address), name=f"link to {address}"
-                    )
-                await asyncio.sleep(self._settings.resolve_interval_s)
+            group.create_task(self._credentials.watch(), name="token")
+            try:
+                while True:
+                    for target, addresses in known.items():
+                        # A name that does not resolve just now keeps the links that it has.
+                        known[target] = await self._resolve(target) or addresses
+                    await self._follow(frozenset().union(*known.values()), group)
+                    await asyncio.sleep(self._settings.resolve_interval_s)
+            except asyncio.CancelledError:
+                await self._leave()
+                raise
+
+    async def _follow(self, wanted: frozenset[str], group: asyncio.TaskGroup) -> None:
+        for address in self._tasks.keys() - wanted:
+            await self._end(address)
+        for address in sorted(wanted - self._tasks.keys()):
+            self._wake[address] = asyncio.Event()
+            self._tasks[address] = group.create_task(self._keep(address), name=f"link to {address}")
+
+    async def _leave(self) -> None:
+        """Lets what was written arrive, and schedulers see an end rather than a failure."""
+        self._leaving = True
+        self.wake()
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=self._settings.leave_deadline_s)
 
     async def _end(self, address: str) -> None:
         task = self._tasks.pop(address)
@@ -115,26 +145,31 @@ class Links:
         """Dials one scheduler again and again."""
         backoff = self._settings.reconnect_first_s
         fields = {"scheduler": address, "replica": self._pipeline.settings.replica}
-        told = False
-        while True:
+        told = ""
+        while not self._leaving:
             welcomed = False
             try:
-                async with self._channel(address) as channel:
-                    async with asyncio.timeout(self._settings.connect_deadline_s):
-                        await channel.channel_ready()
+                async with self._credentials.channel(address, CHANNEL_OPTIONS) as channel:
+                    token = self._credentials.read_token()
                     stub: RelayIntakeAsyncStub = RelayIntakeStub(channel)
-                    call = stub.Stream()
+                    call = stub.Stream(metadata=_proof(token))
                     try:
+                        await self._connected(call)
                         await self._greet(address, call)
                         welcomed = True
                         log.info("scheduler connected", extra=fields)
-                        await self._converse(address, call)
+                        await self._converse(address, call, token)
                     finally:
                         call.cancel()
+            except Unusable:
+                told = "file"  # by whoever reads it
             except (grpc.aio.AioRpcError, Unreachable, TimeoutError) as error:
-                if welcomed or not told:
-                    log.warning("scheduler away", extra={**fields, "error": _why(error)})
-                told = True
+                kind = _kind(error)
+                if (welcomed or kind != told) and not self._leaving:
+                    _tell(error, fields)
+                told = kind
+            except MemoryError:
+                raise  # the process is beyond its limit: the next one begins anew
             except Exception:
                 # A fault of ours on one link must not take the others down.
                 log.exception("link failed", extra=fields)
@@ -147,12 +182,11 @@ class Links:
             backoff = min(backoff, self._settings.reconnect_most_s)
             await asyncio.sleep(self._rng.uniform(0, backoff))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        # Each link is one scheduler process: a channel shared by address would outlive it.
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self._credentials, options=options)
+    async def _connected(self, call: Call) -> None:
+        async with asyncio.timeout(self._settings.connect_deadline_s):
+            with _cancelled_by_peer():
+                # Unlike the channel's own wait it says why there is no connection.
+                await call.wait_for_connection()
 
     async def _greet(self, address: str, call: Call) -> None:
         async with asyncio.timeout(self._settings.welcome_deadline_s):
@@ -165,11 +199,14 @@ class Links:
         if self._pipeline.broken(address):
             raise Unreachable("the scheduler's first answer was no welcome that fits")
 
-    async def _converse(self, address: str, call: Call) -> None:
+    async def _converse(self, address: str, call: Call, token: str) -> None:
         reading = asyncio.create_task(self._read(address, call))
-        writing = asyncio.create_task(self._write(address, call))
+        writing = asyncio.create_task(self._write(address, call, token))
+        self._readers.add(reading)
+        reading.add_done_callback(self._readers.discard)
         try:
-            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            # A writer that returns has said the last word: the answer to it is still to be read.
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_EXCEPTION)
             with _cancelled_by_peer():
                 for task in done:
                     task.result()
@@ -199,20 +236,29 @@ class Links:
                 raise Unreachable("the scheduler ended the stream")
             self._pipeline.receive(address, answer, self._clock())
 
-    async def _write(self, address: str, call: Call) -> None:
+    async def _write(self, address: str, call: Call, token: str) -> None:
+        """`token`: the one that opened the stream."""
         wake = self._wake[address]
         while True:
             wake.clear()
+            if self._leaving:
+                return await call.done_writing()
+            if token != self._credentials.token:
+                token = self._credentials.token
+                await self._send(call, RelayMessage(credential=Credential(token=token)))
             while messages := self._pipeline.take(address, self._settings.batch_messages):
                 for message in messages:
-                    # Returns when the message is on its way: the peer's flow control holds it up here.
-                    async with asyncio.timeout(self._settings.ack_deadline_s):
-                        await _write(call, message)
+                    await self._send(call, message)
             if self._pipeline.broken(address):
                 raise Unreachable(
                     "fell too far behind, broke the protocol, or the hello has changed: starts anew"
                 )
             await wake.wait()
+
+    async def _send(self, call: Call, message: RelayMessage) -> None:
+        # Returns when the message is on its way: the peer's flow control holds it up here.
+        async with asyncio.timeout(self._settings.ack_deadline_s):
+            await _write(call, message)
 
 
 @contextlib.contextmanager
@@ -231,11 +277,29 @@ async def _write(call: Call, message: RelayMessage) -> None:
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
-        # grpc.aio's word for a stream that has ended meanwhile.
+        # grpc.aio's word for a stream that has ended meanwhile. Reading raises what it ended with, if that was an error.
+        await call.read()
         raise Unreachable("the scheduler ended the stream") from None
+
+
+def _proof(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def _tell(error: BaseException, fields: dict[str, str]) -> None:
+    if isinstance(error, grpc.aio.AioRpcError) and error.code() in _ADVICE:
+        advice = _ADVICE[error.code()]
+        log.error("scheduler refuses", extra={**fields, "error": _why(error), "do": advice})
+    else:
+        log.warning("scheduler away", extra={**fields, "error": _why(error)})
+
+
+def _kind(error: BaseException) -> str:
+    """What distinguishes one trouble from the next: told once each."""
+    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
 
 
 def _why(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error)

@@ -20,8 +20,9 @@ from .settings import RankSockets, RelaySettings
 
 log = logging.getLogger(__name__)
 
+_OPENED = (zmq.Event.CONNECTED, zmq.Event.ACCEPTED)
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
-_DOWN = zmq.Event.DISCONNECTED
+_CLOSED = zmq.Event.DISCONNECTED
 MESSAGES_PER_TURN = 256
 """Batches applied before other tasks get their turn."""
 
@@ -42,6 +43,9 @@ class Tap:
         self._settings = settings
         self._pipeline = pipeline
         self._clock = clock
+        self._open = 0
+        """Connections, the engine's and others that a bound socket took."""
+        self._up = False
         self._fields = {"replica": pipeline.settings.replica, "rank": sockets.rank}
 
     async def run(self) -> None:
@@ -54,7 +58,7 @@ class Tap:
         # A peer that vanished without a word would look alive for ever.
         subscription.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
-        monitor = subscription.get_monitor_socket(int(_UP | _DOWN))
+        monitor = subscription.get_monitor_socket(int(sum(_OPENED) | _UP | _CLOSED))
         monitor.linger = 0
         try:
             if self._sockets.bind:
@@ -85,13 +89,28 @@ class Tap:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while await monitor.poll(0):
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            rank, now = self._sockets.rank, self._clock()
-            if event == _UP:
-                log.info("engine socket up", extra=self._fields)
-                self._pipeline.socket_up(rank, now)
-            elif event == _DOWN:
-                log.warning("engine socket down", extra=self._fields)
-                self._pipeline.socket_down(rank, now)
+            if event in _OPENED:
+                self._open += 1
+            elif event == _UP:
+                self._connected()
+            elif event == _CLOSED:
+                self._open -= 1
+                self._disconnected()
+
+    def _connected(self) -> None:
+        log.info("engine socket up", extra=self._fields)
+        self._up = True
+        self._pipeline.socket_up(self._sockets.rank, self._clock())
+
+    def _disconnected(self) -> None:
+        if not self._up:
+            return  # it never was one of an engine
+        log.warning("engine socket down", extra=self._fields)
+        self._up = False
+        self._pipeline.socket_down(self._sockets.rank, self._clock())
+        if self._open:
+            # A bound socket took the next engine's connection before the last one's was seen to end.
+            self._connected()
 
 
 class Replays:

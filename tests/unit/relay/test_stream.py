@@ -3,109 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator
+import time
 
-import grpc
-import grpc.aio
-
-from servingfleet_protos.v1.stream_pb2 import (
-    Ack,
-    GrantSnapshot,
-    RelayMessage,
-    SchedulerMessage,
-    Welcome,
-)
-from servingfleet_protos.v1.stream_pb2_grpc import (
-    RelayIntakeServicer,
-    add_RelayIntakeServicer_to_server,
-)
-from servingfleet_relay.pipeline import Pipeline
-from servingfleet_relay.settings import PipelineSettings, RelaySettings
-from servingfleet_relay.stream import Links
-from tests.unit.relay.batches import END, live, stored, tokens
-
-PATIENCE_S = 10.0
-
-
-class Scheduler(RelayIntakeServicer):
-    """Welcomes, acknowledges, grants one snapshot, and remembers what it was told."""
-
-    def __init__(self, instance: str = "i", *, resumed: bool = False) -> None:
-        self.instance = instance
-        self.resumed = resumed
-        self.told: asyncio.Queue[RelayMessage] = asyncio.Queue(1000)
-        self.server = grpc.aio.server()
-        add_RelayIntakeServicer_to_server(self, self.server)
-
-    async def start(self, port: int = 0) -> int:
-        bound = self.server.add_insecure_port(f"127.0.0.1:{port}")
-        await self.server.start()
-        return bound
-
-    async def Stream(
-        self,
-        request_iterator: AsyncIterator[RelayMessage],
-        context: grpc.aio.ServicerContext[RelayMessage, SchedulerMessage],
-    ) -> AsyncIterator[SchedulerMessage]:
-        async for message in request_iterator:
-            self.told.put_nowait(message)
-            if message.HasField("hello"):
-                resume = self.resumed and bool(message.hello.resume_instance)
-                welcome = Welcome(
-                    instance_id=self.instance,
-                    resumed=resume,
-                    expected_seq=message.hello.resume_from if resume else 0,
-                )
-                yield SchedulerMessage(welcome=welcome)
-                if not resume:
-                    yield SchedulerMessage(grant_snapshot=GrantSnapshot(ranks=[0]))
-            elif message.seq:
-                yield SchedulerMessage(ack=Ack(seq=message.seq))
-
-    async def until(self, kind: str) -> RelayMessage:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                message = await self.told.get()
-                if message.WhichOneof("body") == kind:
-                    return message
-
-    async def stop(self) -> None:
-        await self.server.stop(None)
-
-
-def proven() -> Pipeline:
-    pipeline = Pipeline(PipelineSettings("r", "m", (0,), "s"), 0.0)
-    pipeline.socket_up(0, 0.0)
-    pipeline.take_replay_requests()
-    pipeline.replayed(0, END, 0.0)
-    return pipeline
-
-
-@contextlib.asynccontextmanager
-async def linked(pipeline: Pipeline, *targets: str) -> AsyncIterator[None]:
-    settings = RelaySettings(
-        sockets=(),
-        schedulers=targets,
-        reconnect_first_s=0.01,
-        reconnect_most_s=0.05,
-        connect_deadline_s=1.0,
-    )
-    links = Links(settings, pipeline, random.Random(0))
-    pipeline.on_output = links.wake
-    task = asyncio.create_task(links.run())
-    try:
-        yield
-    finally:
-        assert not task.done()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-def publish(pipeline: Pipeline, seq: int) -> None:
-    pipeline.live(0, live(seq, stored([seq + 1], tokens(1, start=100 * seq))), 0.0)
+from tests.unit.relay.intake import PATIENCE_S, Scheduler, impatient, linked, proven, publish
 
 
 async def test_a_scheduler_hears_hello_snapshot_and_live_deltas() -> None:
@@ -113,7 +13,7 @@ async def test_a_scheduler_hears_hello_snapshot_and_live_deltas() -> None:
     port = await scheduler.start()
     pipeline = proven()
     publish(pipeline, 0)
-    async with linked(pipeline, f"127.0.0.1:{port}"):
+    async with linked(pipeline, impatient([f"127.0.0.1:{port}"])):
         hello = await scheduler.until("hello")
         assert (hello.hello.replica, hello.hello.resume_instance) == ("r", "")
         await scheduler.until("snapshot_begin")
@@ -128,7 +28,7 @@ async def test_a_scheduler_that_is_away_holds_up_no_other_and_is_resumed_when_it
     away, other = Scheduler("away", resumed=True), Scheduler("other")
     away_port, other_port = await away.start(), await other.start()
     pipeline = proven()
-    async with linked(pipeline, f"127.0.0.1:{away_port}", f"127.0.0.1:{other_port}"):
+    async with linked(pipeline, impatient([f"127.0.0.1:{away_port}", f"127.0.0.1:{other_port}"])):
         await away.until("snapshot_end")
         await other.until("snapshot_end")
         await away.stop()
@@ -147,7 +47,7 @@ async def test_a_scheduler_of_another_life_gets_a_new_session() -> None:
     port = await first.start()
     pipeline = proven()
     publish(pipeline, 0)
-    async with linked(pipeline, f"127.0.0.1:{port}"):
+    async with linked(pipeline, impatient([f"127.0.0.1:{port}"])):
         await first.until("snapshot_end")
         await first.stop()
         second = Scheduler("second")
@@ -163,6 +63,39 @@ async def test_a_name_that_does_not_resolve_is_tried_again_and_holds_up_no_other
     scheduler = Scheduler()
     port = await scheduler.start()
     pipeline = proven()
-    async with linked(pipeline, "no-such-host.invalid:1", f"127.0.0.1:{port}"):
+    async with linked(pipeline, impatient(["no-such-host.invalid:1", f"127.0.0.1:{port}"])):
         await scheduler.until("snapshot_end")
     await scheduler.stop()
+
+
+async def test_a_scheduler_sees_the_end_of_a_relay_that_ends_and_all_that_it_wrote_before() -> None:
+    scheduler = Scheduler()
+    port = await scheduler.start()
+    pipeline = proven()
+    async with linked(pipeline, impatient([f"127.0.0.1:{port}"])):
+        await scheduler.until("snapshot_end")
+        publish(pipeline, 0)
+        await scheduler.until("delta")
+    async with asyncio.timeout(PATIENCE_S):
+        await scheduler.ended.wait()
+    await scheduler.stop()
+
+
+async def test_a_scheduler_that_does_not_answer_does_not_hold_up_the_end() -> None:
+    taken: list[asyncio.StreamWriter] = []
+    dialled = asyncio.Event()
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        dialled.set()
+
+    silent = await asyncio.start_server(take, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    async with linked(proven(), impatient([f"127.0.0.1:{port}"])):
+        async with asyncio.timeout(PATIENCE_S):
+            await dialled.wait()
+        began = time.monotonic()
+    assert time.monotonic() - began < 1.0
+    silent.close()
+    for writer in taken:
+        writer.close()
