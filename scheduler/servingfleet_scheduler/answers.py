@@ -49,6 +49,7 @@ def fallback(option: Option, estimate: Estimate) -> routing_pb2.Fallback:
         endpoint=option.replica.endpoint,
         estimated_ttft_s=estimate.seconds,
         prediction=prediction(option.candidate.reuse),
+        headers=headers(option),
     )
 
 
