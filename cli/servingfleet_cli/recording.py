@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from servingfleet_relay.load import EngineHttp, ScrapeFailed
 from servingfleet_relay.options import BadOption, rank_sockets
 from servingfleet_relay.settings import RankSockets, RelaySettings
 from servingfleet_sim.driving import FLAGS, REQUEST_S, Driver, Step, read_steps
-from servingfleet_sim.recorder import NotRecorded, Recorder, rows, wall_clock
-from servingfleet_sim.recordings import RecordingError
+from servingfleet_sim.recorder import NotHeard, Recorder, wall_clock
+from servingfleet_sim.recordings import Message, RecordingError, message_line
 
 from . import exits
 from .interrupts import run_to_end
@@ -95,7 +96,7 @@ def record_command(
     wanted = _Wanted(sockets, engine, engine_http, known, steps, seconds, quiet_s, connect_s)
     try:
         summary = run_to_end(_record(wanted, directory))
-    except (NotRecorded, ScrapeFailed, httpx.HTTPError) as error:
+    except (NotHeard, ScrapeFailed, httpx.HTTPError) as error:
         said = str(error) or type(error).__name__
         raise exits.Exit(said, exits.UNREACHABLE) from error
     click.echo("\n".join(_lines(directory, summary)))
@@ -122,13 +123,20 @@ def _make(directory: Path) -> None:
 
 
 async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
-    facts = await _identity(wanted)
+    facts = await identity(wanted.sockets, wanted.engine, wanted.engine_http)
     (directory / "engine.json").write_text(json.dumps({**facts, **wanted.facts}, indent=1) + "\n")
     clock = wall_clock()
-    async with httpx.AsyncClient(base_url=wanted.engine_http or "", timeout=REQUEST_S) as http:
+    async with httpx.AsyncClient(
+        base_url=wanted.engine_http or "", timeout=REQUEST_S, trust_env=False
+    ) as http:
         driver = Driver(http, str(facts.get("model", "")), clock)
         with (directory / "events.jsonl").open("w", buffering=1) as events:
-            recorder = Recorder(wanted.sockets, events, clock)
+
+            def write(message: Message) -> None:
+                source = f"sub {wanted.sockets[message.rank].events}"
+                events.write(message_line(message, source))
+
+            recorder = Recorder(wanted.sockets, write, clock)
 
             async def settled() -> None:
                 await recorder.quiet(wanted.quiet_s)
@@ -143,8 +151,9 @@ async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
                 await recorder.during(work, wanted.connect_s)
             finally:
                 # One that is interrupted holds what was recorded until then.
-                lines = [*driver.finished(), *recorder.controls]
-                (directory / "requests.jsonl").write_text("".join(rows(lines)))
+                lines = sorted([*driver.finished(), *recorder.controls], key=lambda line: line["t"])
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                (directory / "requests.jsonl").write_text(text)
     asked = [row for row in driver.rows if "request" in row]
     return {
         "engine": facts,
@@ -159,23 +168,24 @@ async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
     }
 
 
-async def _identity(wanted: _Wanted) -> dict[str, Any]:
+async def identity(
+    sockets: Sequence[RankSockets], engine: str, engine_http: str | None
+) -> dict[str, Any]:
     """What engine.json holds of the engine's own answers. Raises ScrapeFailed."""
-    if wanted.engine_http is None:
-        return {wanted.engine: ""}
-    ranks = tuple(each.rank for each in wanted.sockets)
-    engine = EngineHttp(wanted.engine_http, RelaySettings(sockets=wanted.sockets, schedulers=()))
+    if engine_http is None:
+        return {engine: ""}
+    asked = EngineHttp(engine_http, RelaySettings(sockets=tuple(sockets), schedulers=()))
     try:
-        identity = await engine.identity(ranks)
-        if wanted.engine not in (AUTO, identity.engine):
+        found = await asked.identity(tuple(each.rank for each in sockets))
+        if engine not in (AUTO, found.engine):
             raise ScrapeFailed(
-                f"{wanted.engine_http} is {identity.engine}; expected {wanted.engine}, as --engine says"
+                f"{engine_http} is {found.engine}; expected {engine}, as --engine says"
             )
-        facts: dict[str, Any] = {identity.engine: identity.version, "model": await engine.model()}
+        facts: dict[str, Any] = {found.engine: found.version, "model": await asked.model()}
     finally:
-        await engine.close()
-    if identity.engine == "sglang":
-        facts |= await _page_size(wanted.engine_http)
+        await asked.close()
+    if found.engine == "sglang":
+        facts |= await _page_size(engine_http)
     return facts
 
 
@@ -184,12 +194,13 @@ async def _page_size(engine_http: str) -> dict[str, Any]:
 
     Nothing else of that answer is kept: it holds the engine's arguments, and with them its key.
     """
-    async with httpx.AsyncClient(base_url=engine_http) as http:
+    async with httpx.AsyncClient(base_url=engine_http, trust_env=False) as http:
         for path in ("/server_info", "/get_server_info"):
             answer = await http.get(path)
-            if answer.status_code == httpx.codes.OK:
-                told = answer.json().get("page_size")
-                return {"page_size": told} if isinstance(told, int) else {}
+            with contextlib.suppress(ValueError):
+                told = answer.json() if answer.status_code == httpx.codes.OK else None
+                if isinstance(told, dict) and isinstance(told.get("page_size"), int):
+                    return {"page_size": told["page_size"]}
     return {}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from . import names
 from .certificates import Certificates
-from .errors import Refused
+from .errors import ClusterError, Unreachable
 from .metrics import Metrics
 from .queue import QueueSettings, WorkQueue
 from .reports import Answers, Caller, Tokens, ask, is_ready
@@ -83,14 +83,15 @@ class Asking:
 
     def keep_only(self, keys: Container[Key]) -> None:
         """Forgets other fleets than these."""
-        for key in [key for key in self._asked if key not in keys]:
-            del self._asked[key]
+        for key in [key for key in {*self._asked, *self._answers} if key not in keys]:
+            self._asked.pop(key, None)
             self._answers.pop(key, None)
             self._queue.forget(key)
 
     async def _one(self, key: Key) -> float | None:
         if not self._leads() or key not in self._asked:
             self._asked.pop(key, None)
+            self._answers.pop(key, None)
             return None
         try:
             fleet = self._store.fleet(key)
@@ -98,7 +99,7 @@ class Asking:
             fleet = None
         if fleet is None:
             return ASK_S
-        caller = await self._caller(fleet)
+        caller = await self._caller(key, fleet)
         if isinstance(caller, str):
             answers = Answers((), (caller,))
         else:
@@ -118,7 +119,7 @@ class Asking:
             self._on_news(key)
         return AGAIN_S if fresh and answers.unanswered else ASK_S
 
-    async def _caller(self, fleet: Fleet) -> Caller | str:
+    async def _caller(self, key: Key, fleet: Fleet) -> Caller | str:
         server_name = names.server_name(fleet.name, fleet.namespace)
         if not fleet.secured:
             return Caller(None, server_name, "")
@@ -127,6 +128,8 @@ class Asking:
             return "the fleet has no certificates; see the condition Reconciled"
         try:
             token = await self._tokens.token(names.audience(fleet.name, fleet.namespace))
-        except Refused as error:
+        except ClusterError as error:
+            if isinstance(error, Unreachable) and key in self._answers:
+                raise  # what was answered before stands
             return str(error)
         return Caller(certificates.ca_bundle, server_name, token)

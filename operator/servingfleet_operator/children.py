@@ -76,14 +76,15 @@ class Children:
         if table is None and trust and sent is not None and sent.digest == digest:
             return
         present = table.get(key) if table is not None else None
-        if present is None or not names.is_owned(present, fleet.uid):
+        fetched = present is None or not names.is_owned(present, fleet.uid)
+        if fetched:
             # Who made it is written in what the store does not keep.
             present = await self._cluster.find(kind, key.name, key.namespace)
         if present is not None:
             uid = present["metadata"]["uid"]
             if sent == _Sent(digest, uid, _state(present)):
                 return
-            if sent is None or sent.uid != uid:
+            if fetched or sent is None or sent.uid != uid:
                 self._claim(kind, present, fleet)
         applied = await self._send(child, kind, present)
         version = applied["metadata"]["resourceVersion"]

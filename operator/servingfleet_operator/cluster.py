@@ -19,16 +19,8 @@ import aiohttp
 import kopf
 
 from . import names
-from .errors import (
-    ClusterError,
-    Conflict,
-    Invalid,
-    NotFound,
-    NotLeading,
-    Refused,
-    Terminating,
-    Unreachable,
-)
+from .answers import checked
+from .errors import Conflict, NotFound, NotLeading, Unreachable
 from .kinds import SERVICE_ACCOUNT, Kind, kind_of
 
 APPLY = "application/apply-patch+yaml"
@@ -295,7 +287,7 @@ class Cluster:
             if status != 401:
                 break
             # The token ended before its file was read again.
-        return status, _checked(verb, path, kind, status, headers, answer)
+        return status, checked(verb, path, kind, status, headers, answer)
 
     async def _connected(self, fresh: bool) -> aiohttp.ClientSession:
         now = time.monotonic()
@@ -345,48 +337,3 @@ def _endpoint(info: kopf.ConnectionInfo) -> tuple[Any, ...]:
         info.private_key_data,
         info.insecure,
     )
-
-
-def _checked(
-    verb: str, path: str, kind: Kind, code: int, headers: Mapping[str, str], answer: bytes
-) -> dict[str, Any]:
-    """The answer, or the error that it amounts to, raised."""
-    try:
-        body = json.loads(answer)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        # Plain text: a path that isn't served. With a success it was no API server, or one cut off in mid-sentence.
-        body = {"message": answer[:200].decode(errors="replace").strip()}
-        code = 502 if 200 <= code < 300 else code
-    if 200 <= code < 300:
-        return body
-    said = f"{verb} {path}: {body.get('message') or f'HTTP {code}'}"
-    if code in (401, 403) and not _terminating(body):
-        raise Refused(
-            f"{said}; the operator's account lacks the right to {verb} {kind.plural}: "
-            "whoever installed it must upgrade the chart, or grant it",
-            code=code,
-        )
-    if code == 429 or code >= 500:
-        retry_s = headers.get("Retry-After", "")
-        raise Unreachable(
-            f"{said}; the API server can't serve it now",
-            code=code,
-            retry_s=float(retry_s) if retry_s.isdecimal() else None,
-        )
-    raise _ERRORS.get(code, ClusterError)(said, code=code)
-
-
-_ERRORS: Mapping[int, type[ClusterError]] = {
-    400: Invalid,
-    403: Terminating,
-    404: NotFound,
-    409: Conflict,
-    422: Invalid,
-}
-
-
-def _terminating(body: Mapping[str, Any]) -> bool:
-    causes = (body.get("details") or {}).get("causes") or ()
-    return any(cause.get("reason") == "NamespaceTerminating" for cause in causes)

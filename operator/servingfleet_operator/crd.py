@@ -42,10 +42,10 @@ def version(definition: Mapping[str, Any] | None) -> int:
 
 async def bring_up_to_date(cluster: Cluster, definition: Mapping[str, Any]) -> None:
     """Applies the definition if it is newer than the cluster's. Raises ClusterError, but for a right that is not given."""
-    present = await cluster.find(CRD, NAME)
-    if present is not None and version(present) >= version(definition):
-        return
     try:
+        present = await cluster.find(CRD, NAME)
+        if present is not None and version(present) >= version(definition):
+            return
         await cluster.apply(definition)
     except Refused as error:
         log.warning(

@@ -7,7 +7,7 @@
         ├── Refused          403: whoever installed the operator must give it the right
         ├── Terminating      the namespace is being deleted: nothing can be made in it
         ├── Conflict         409: somebody else changed the object, or owns a field
-        └── Invalid          422: the object can't become what is wanted
+        └── Invalid          422 and the like: the object can't become what is wanted
     NotLeading               this replica must not write now
     ForeignObject            a name is taken by an object that the operator did not make
 

@@ -105,7 +105,7 @@ class Events:
         told = self._told.get(key)
         if told is not None and now - told.written_at < QUIET_S:
             told.count += 1
-            self._metrics.events.labels("held back").inc()
+            self._metrics.events.labels("held_back").inc()
             return
         try:
             if told is not None and now - told.made_at < SERIES_S:

@@ -2,7 +2,7 @@
 
 A loop that turns proves little: kopf's own endpoint said 200 all through a frozen API server. So /healthz asks when the
 API server last answered, and once a minute somebody asks it something. /readyz is about the webhook alone, which can
-serve without the API server.
+serve without the API server once it knows the fleets.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Health:
         """Whether the webhook can serve."""
         if self._serving():
             return True, "ok"
-        return False, "the webhook has no certificate yet: the leading replica makes it"
+        return False, (
+            "the webhook can't answer yet: it has no certificate, which the leading replica makes, "
+            "or the API server has not listed the fleets"
+        )
 
 
 @contextlib.asynccontextmanager

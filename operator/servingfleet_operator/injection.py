@@ -20,8 +20,8 @@ from .settings import OperatorSettings
 from .sidecar import container, identity_volume, scheduler_argument
 from .spec import Fleet, Pool
 
-OLDEST_KUBERNETES = (1, 29)
-"""Before, sidecars that start before the engine were off: the relay would be an init container that never ends."""
+OLDEST_KUBERNETES = (1, 30)
+"""As the chart's. Until 1.28 sidecars were off: the relay would be an init container that never ends."""
 
 
 class Reason(StrEnum):
@@ -189,11 +189,12 @@ def _hindrance(
         return NotInjected(Reason.OPTED_OUT, f"label {names.INJECT_LABEL} is false")
     if _relay_of(pod) is not None:
         return NotInjected(Reason.ALREADY_INJECTED, "it has a relay")
-    if kubernetes < OLDEST_KUBERNETES:
+    # (0, 0): it could not be read, which is no reason.
+    if (0, 0) < kubernetes < OLDEST_KUBERNETES:
         seen, expected = (".".join(map(str, each)) for each in (kubernetes, OLDEST_KUBERNETES))
         return NotInjected(
             Reason.KUBERNETES_TOO_OLD,
-            f"Kubernetes is {seen}; a relay needs {expected}, where init containers can be sidecars",
+            f"Kubernetes is {seen}; the operator needs {expected} or newer",
         )
     if (spec.get("os") or {}).get("name") == "windows" or (spec.get("nodeSelector") or {}).get(
         "kubernetes.io/os"

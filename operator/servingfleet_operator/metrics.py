@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from .kinds import Kind
+
 PREFIX = "servingfleet_operator_"
 
 
@@ -87,9 +89,9 @@ class Metrics:
         self._requests.labels(verb, resource, str(code)).inc()
         self._request_duration.labels(verb).observe(seconds)
 
-    def watch_request(self, verb: str, resource: str, code: int) -> None:
+    def watch_request(self, verb: str, resource: Kind, code: int) -> None:
         """Counts one request of a watch."""
-        self._watch_requests.labels(verb, resource, str(code)).inc()
+        self._watch_requests.labels(verb, resource.plural, str(code)).inc()
 
     def gauge(self, name: str, description: str, value: Callable[[], float]) -> None:
         """A number that is read when scraped."""

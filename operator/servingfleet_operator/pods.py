@@ -116,7 +116,8 @@ class Observer:
 
     def keep_only(self, uids: Container[str]) -> None:
         """Forgets what was found out for other fleets than these."""
-        self._looks = {uid: kept for uid, kept in self._looks.items() if uid in uids}
+        # A copy in one step: another thread may be looking.
+        self._looks = {uid: kept for uid, kept in list(self._looks.items()) if uid in uids}
 
     def _look(
         self,

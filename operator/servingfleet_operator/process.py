@@ -11,15 +11,17 @@ import logging
 import random
 import secrets
 import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import kopf
 
-from . import crd, health, names
+from . import changes, crd, health, names
 from .asking import Asking
 from .certificates import Certificates
 from .children import Children
@@ -27,8 +29,8 @@ from .cluster import Cluster
 from .errors import ClusterError, NotLeading
 from .events import Events
 from .health import Health
-from .informer import Informer, Source
-from .injection import OLDEST_KUBERNETES, pool_of
+from .informer import Informer
+from .injection import OLDEST_KUBERNETES
 from .kinds import FLEET, NETWORK_POLICY, POD, Kind
 from .leadership import Leadership
 from .metrics import Metrics
@@ -39,7 +41,9 @@ from .reports import Tokens
 from .settings import OperatorSettings
 from .shared import SharedObjects
 from .spec import BadSpec, Fleet
-from .store import Body, Key, Store, fleet_label, keep_child, keep_fleet, keep_pod, keep_policy
+from .statuses import Statuses
+from .store import Body, Key, Store, keep_child, keep_fleet, keep_pod, keep_policy
+from .watching import Source
 from .webhook import Webhook
 
 log = logging.getLogger(__name__)
@@ -109,12 +113,18 @@ class Process:
             certificates=self._certificates,
             observer=self._observer,
             asking=self._asking,
-            events=Events(
+            statuses=Statuses(
                 self._cluster,
+                self._store,
+                Events(
+                    self._cluster,
+                    self._metrics,
+                    reporter=identity,
+                    clock=time.monotonic,
+                    today=_today,
+                ),
                 self._metrics,
-                reporter=identity,
-                clock=time.monotonic,
-                today=_today,
+                _today,
             ),
             metrics=self._metrics,
             leads=self._leadership.leads,
@@ -139,7 +149,7 @@ class Process:
 
     async def run(self, stop: asyncio.Event, hosts: Hosts = Hosts()) -> bool:
         """Runs until `stop` is set. Returns whether that was why it ended. Raises OSError if a port can't be had."""
-        answers = Health(self._cluster, lambda: self._webhook.serving, time.monotonic)
+        answers = Health(self._cluster, self._can_answer, time.monotonic)
         self._metrics.gauge(
             "api_silence_seconds", "Since the API server last answered.", answers.silence_s
         )
@@ -163,6 +173,10 @@ class Process:
             await asyncio.sleep(DRAIN_S)
         return orderly
 
+    def _can_answer(self) -> bool:
+        # While the fleets are not known, every pod would pass without its relay.
+        return self._webhook.serving and self._main.listed.is_set()
+
     async def _work_for_ever(self) -> None:
         async with asyncio.TaskGroup() as group:
             for name, part in {
@@ -170,6 +184,7 @@ class Process:
                 "heartbeat": health.heartbeat(self._cluster, self._first_namespace),
                 "certificate": self._serve_certificate(),
                 "elections": self._on_elections(),
+                "definition": self._keep_definition(),
                 "version": self._keep_version(),
                 "watches": self._watch(),
                 "queue": self._queue.run(),
@@ -202,23 +217,36 @@ class Process:
             await asyncio.sleep(1.0)
 
     async def _on_elections(self) -> None:
-        """What a replica does when it begins to lead."""
-        folder = self._settings.crd_dir
-        definition = crd.shipped(Path(folder)) if folder else None
+        """What a replica does each time that it begins to lead."""
         while True:
             await self._leadership.elected.wait()
-            try:
-                if definition is not None:
-                    await crd.bring_up_to_date(self._cluster, definition)
-            except (ClusterError, NotLeading) as error:
-                log.warning("definition not looked at", extra={"error": str(error)})
-                await asyncio.sleep(RETRY_S)
-                continue
             for key in self._store.fleets:
                 self._queue.add(key)
             if self._main.listed.is_set():
                 self._queue.add(SHARED)
             await self._leadership.lost.wait()
+
+    async def _keep_definition(self) -> None:
+        """By itself, so that a definition that can't be looked at holds up no fleet, and no election is missed."""
+        folder = self._settings.crd_dir
+        definition = crd.shipped(Path(folder)) if folder else None
+        while definition is not None:
+            await self._leadership.elected.wait()
+            await self._define(definition)
+            await self._leadership.lost.wait()
+
+    async def _define(self, definition: Mapping[str, Any]) -> None:
+        """Brings the definition up to date, or leaves it to the replica that leads next."""
+        told = False
+        while self._leadership.leads():
+            try:
+                await crd.bring_up_to_date(self._cluster, definition)
+                return
+            except (ClusterError, NotLeading) as error:
+                level = logging.DEBUG if told else logging.WARNING
+                log.log(level, "definition not looked at", extra={"error": str(error)})
+                told = True
+                await asyncio.sleep(RETRY_S)
 
     async def _serve_certificate(self) -> None:
         """Shows what the leading replica keeps in its Secret."""
@@ -227,8 +255,9 @@ class Process:
                 served = await self._certificates.served()
                 if served is not None:
                     self._webhook.use(served)
-            except ClusterError as error:
-                log.warning("webhook certificate not read", extra={"error": str(error)})
+            except (ClusterError, ssl.SSLError) as error:
+                # One that is damaged is mended by the leading replica.
+                log.warning("webhook certificate not loaded", extra={"error": str(error)})
             await asyncio.sleep(CERTIFICATE_S if self._webhook.serving else FIRST_CERTIFICATE_S)
 
     async def _keep_version(self) -> None:
@@ -286,44 +315,22 @@ class Process:
 
     def _on_change(self, kind: Kind, before: Body | None, after: Body | None) -> None:
         self._metrics.watch_events.labels(kind.name).inc()
-        body = after or before
-        assert body is not None
-        namespace = body["metadata"]["namespace"]
-        if kind is not FLEET:
-            for name in {fleet_label(each) for each in (before, after) if each is not None}:
-                if name:
-                    if not _same_but_for_status(before, after):
-                        self._reconciler.distrust(Key(namespace, name))
-                    self._queue.add(Key(namespace, name))
-            return
-        self._around.look()
-        self._reconciler.distrust(Key(namespace, body["metadata"]["name"]))
-        self._queue.add(Key(namespace, body["metadata"]["name"]))
-        self._ask_for_fleets_of(namespace)
-        if after is None:
-            self._queue.add(SHARED)
+        if kind is FLEET:
+            self._around.look()
+            concerned = changes.by_fleet(self._store, before, after)
+            if after is None:
+                self._queue.add(SHARED)
+        else:
+            concerned = changes.by_child(before, after)
+        for key in concerned:
+            if not changes.is_of_status(before, after):
+                self._reconciler.distrust(key)
+            self._queue.add(key)
 
     def _on_change_around(self, kind: Kind, before: Body | None, after: Body | None) -> None:
         self._metrics.watch_events.labels(kind.name).inc()
-        body = after or before
-        assert body is not None
-        namespace = body["metadata"]["namespace"]
-        if kind is NETWORK_POLICY:
-            self._ask_for_fleets_of(namespace)
-            return
-        bodies = [each for each in (before, after) if each is not None]
-        for fleet in self._store.readable_fleets(namespace):
-            if any(
-                pool_of(each, fleet) is not None or fleet_label(each) == fleet.name
-                for each in bodies
-            ):
-                self._queue.add(Key(namespace, fleet.name))
-
-    def _ask_for_fleets_of(self, namespace: str) -> None:
-        """They may select the same pods."""
-        for key in self._store.fleets:
-            if key.namespace == namespace:
-                self._queue.add(key)
+        for key in changes.around(self._store, kind, before, after):
+            self._queue.add(key)
 
     def _fleet_of(self, namespace: str, name: str) -> Fleet | None:
         try:
@@ -351,19 +358,6 @@ class Process:
             ),
         ):
             self._metrics.gauge(name, description, value)
-
-
-def _same_but_for_status(before: Body | None, after: Body | None) -> bool:
-    if before is None or after is None:
-        return False
-
-    def essence(body: Body) -> tuple[object, ...]:
-        metadata = body["metadata"]
-        # Without a generation every change may be one of content.
-        version = metadata.get("generation", metadata["resourceVersion"])
-        return (version, metadata.get("labels"), metadata.get("ownerReferences"))
-
-    return essence(before) == essence(after)
 
 
 def _today() -> datetime:

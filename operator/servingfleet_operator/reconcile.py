@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from . import names, status, upgrades
+from . import names, upgrades
 from .asking import Asking
 from .certificates import Certificates, Material
 from .children import AnotherOperator, Children
@@ -29,16 +29,15 @@ from .errors import (
     Refused,
     Terminating,
 )
-from .events import Events, happenings
 from .images import ImageNotAllowed, relay_image
-from .kinds import DEPLOYMENT, POD, POD_MONITOR, SECRET
+from .kinds import DEPLOYMENT, POD, POD_MONITOR, SECRET, kind_of
 from .metrics import Metrics
 from .observed import Observed, Trouble
 from .pods import EnginePods, Observer
-from .reports import Answers
 from .settings import OperatorSettings
 from .spec import BadSpec, Fleet
-from .store import Body, Key, Store, keep_fleet
+from .statuses import Statuses
+from .store import Body, Key, Store
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class Reconciler:
         certificates: Certificates,
         observer: Observer,
         asking: Asking,
-        events: Events,
+        statuses: Statuses,
         metrics: Metrics,
         leads: Callable[[], bool],
         term: Callable[[], int],
@@ -106,7 +105,7 @@ class Reconciler:
         self._certificates = certificates
         self._observer = observer
         self._asking = asking
-        self._events = events
+        self._statuses = statuses
         self._metrics = metrics
         self._leads = leads
         self._term = term
@@ -161,12 +160,12 @@ class Reconciler:
             again_s = await self._one(key, resource)
             outcome = "done"
         except NotLeading:
-            outcome, again_s = "not leading", None
+            outcome, again_s = "not_leading", None
         except (Terminating, NotFound):
             # Its objects go in any order: the fleet may be the last of them.
-            outcome, again_s = "namespace terminating", TERMINATING_S
+            outcome, again_s = "namespace_terminating", TERMINATING_S
         except AnotherOperator as error:
-            outcome, again_s = "another operator", RESYNC_S
+            outcome, again_s = "another_operator", RESYNC_S
             self._warn_once(key, "fleet is another operator's", str(error))
         finally:
             self._metrics.reconciles.labels(outcome).inc()
@@ -178,7 +177,7 @@ class Reconciler:
         try:
             fleet = self._store.fleet(key)
         except BadSpec as error:
-            await self._write_refusal(resource, Trouble("SpecNotReadable", str(error)))
+            await self._statuses.refuse(resource, Trouble("SpecNotReadable", str(error)))
             return RESYNC_S
         assert fleet is not None, "it was there a moment ago, and nothing was awaited"
         now = self._clock()
@@ -194,11 +193,21 @@ class Reconciler:
         self._share(key, fleet, memory)
         pods = self._store.scheduler_pods(key)
         answers = self._asking.answers(key, pods)
-        wait_s = await self._write(key, fleet, engines, pods, answers, troubles)
+        wait_s = await self._statuses.write(
+            Observed(
+                fleet=fleet,
+                deployment=self._deployment(fleet),
+                scheduler_pods=pods,
+                pods=engines.pods,
+                reports=None if answers is None else answers.reports,
+                unanswered=() if answers is None else answers.unanswered,
+                troubles=troubles,
+            )
+        )
+        if resync:
+            memory.resync_at = now + (TROUBLE_S if troubles else RESYNC_S)
         if not troubles:
             memory.checked = changes
-            if resync:
-                memory.resync_at = now + RESYNC_S
         waits = [TROUBLE_S if troubles else memory.resync_at - now]
         if wait_s is not None:
             waits.append(wait_s)
@@ -217,7 +226,7 @@ class Reconciler:
         return memory
 
     async def _look(self, fleet: Fleet) -> EnginePods:
-        # On a thread: a thousand pods take a while, and the webhook must not wait. Nothing of it is changed in place.
+        # On a thread, as the status: nothing of it is changed in place.
         return await asyncio.to_thread(
             self._observer.look,
             fleet,
@@ -250,6 +259,11 @@ class Reconciler:
                 await self._children.apply(child, fleet, trust=trust)
             except _FOR_PEOPLE as error:
                 troubles.append(_trouble(error))
+            except NotFound:
+                if kind_of(child) != POD_MONITOR:
+                    raise
+                # Its definition is gone since we looked: it is optional.
+                self._pod_monitors = (float("-inf"), False)
         try:
             await self._children.prune(wanted, fleet)
             if not trust:
@@ -289,7 +303,9 @@ class Reconciler:
             if step.pod is not None and step.patch is not None:
                 metadata = step.pod["metadata"]
                 await self._cluster.patch(POD, metadata["name"], fleet.namespace, step.patch)
-                memory.patched = upgrades.Patched(metadata["uid"], self._clock())
+                memory.patched = upgrades.Patched(
+                    metadata["uid"], self._clock(), step.patch, undone=step.trouble is not None
+                )
                 log.info(
                     "relay replaced",
                     extra={
@@ -298,10 +314,17 @@ class Reconciler:
                         "replica": metadata["name"],
                     },
                 )
+        except NotFound:
+            return True  # the pod is gone; the next is seen to then
         except _FOR_PEOPLE as error:
             troubles.append(_trouble(error))
             return False
         return step.waiting
+
+    def _deployment(self, fleet: Fleet) -> Body | None:
+        return self._store.children[DEPLOYMENT].get(
+            Key(fleet.namespace, names.scheduler(fleet.name))
+        )
 
     def _share(self, key: Key, fleet: Fleet, memory: _Memory) -> None:
         """Tells whoever keeps the shared objects what this fleet needs there."""
@@ -310,83 +333,14 @@ class Reconciler:
         except ImageNotAllowed:
             image = ""
         if image and memory.proven_image != image:
-            deployment = self._store.children[DEPLOYMENT].get(
-                Key(fleet.namespace, names.scheduler(fleet.name))
-            )
-            if deployment is not None and _runs(deployment):
+            deployment = self._deployment(fleet)
+            if deployment is not None and _has_run(deployment):
                 memory.proven_image = image
         injects = bool(image) and fleet.relay.inject and memory.proven_image == image
         shared = Shared(fleet, injects)
         if self._shared.get(key) != shared:
             self._shared[key] = shared
             self._shared_changed()
-
-    async def _write(
-        self,
-        key: Key,
-        fleet: Fleet,
-        engines: EnginePods,
-        pods: Sequence[Body],
-        answers: Answers | None,
-        troubles: Sequence[Trouble],
-    ) -> float | None:
-        """Writes the status if it is worth it. Returns the seconds until it will be."""
-        resource = self._store.fleets.get(key)
-        if resource is None or resource["metadata"]["uid"] != fleet.uid:
-            return None
-        observed = Observed(
-            fleet=fleet,
-            deployment=self._store.children[DEPLOYMENT].get(
-                Key(fleet.namespace, names.scheduler(fleet.name))
-            ),
-            scheduler_pods=pods,
-            pods=engines.pods,
-            reports=None if answers is None else answers.reports,
-            unanswered=() if answers is None else answers.unanswered,
-            troubles=troubles,
-        )
-        now = self._today()
-        previous = resource.get("status") or {}
-        made = await asyncio.to_thread(status.status, previous, observed, now)
-        wait_s = status.write_in(previous, made, now)
-        if wait_s is None or wait_s > 0:
-            return wait_s
-        await self._put_status(resource, made)
-        return None
-
-    async def _write_refusal(self, resource: Body, trouble: Trouble) -> None:
-        previous = resource.get("status") or {}
-        now = self._today()
-        made = status.refused(previous, trouble, resource["metadata"].get("generation", 0), now)
-        if status.write_in(previous, made, now) is not None:
-            await self._put_status(resource, made)
-
-    async def _put_status(self, resource: Body, made: dict[str, Any]) -> None:
-        metadata = resource["metadata"]
-        applied = await self._cluster.apply(
-            {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
-                "status": made,
-            },
-            manager=names.STATUS_MANAGER,
-            subresource="status",
-        )
-        self._metrics.applies.labels(f"{names.KIND}/status", "changed").inc()
-        self._store.fleets.put(keep_fleet(applied.body))
-        before = (resource.get("status") or {}).get("conditions") or ()
-        for happening in happenings(before, made["conditions"]):
-            log.info(
-                "condition changed",
-                extra={
-                    "fleet": metadata["name"],
-                    "namespace": metadata["namespace"],
-                    "reason": happening.reason,
-                    "said": happening.note,
-                },
-            )
-            await self._events.post(resource, happening)
 
     def _warn_once(self, key: Key, event: str, error: str) -> None:
         memory = self._memories.get(key)
@@ -412,11 +366,18 @@ def _trouble(error: OperatorError) -> Trouble:
     return Trouble(_REASONS[type(error)], str(error))
 
 
-def _runs(deployment: Body) -> bool:
-    """A pod of the newest revision is available, so its image could be pulled."""
+def _has_run(deployment: Body) -> bool:
+    """A pod of the newest revision was available once, so that its image could be pulled."""
     found = deployment.get("status") or {}
     if found.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
         return False
     updated = found.get("updatedReplicas") or 0
     outdated = (found.get("replicas") or 0) - updated
-    return updated > 0 and (found.get("availableReplicas") or 0) > outdated
+    if updated > 0 and (found.get("availableReplicas") or 0) > outdated:
+        return True
+    # Stays so when its pods fail later.
+    return any(
+        condition.get("type") == "Progressing"
+        and condition.get("reason") == "NewReplicaSetAvailable"
+        for condition in found.get("conditions") or ()
+    )

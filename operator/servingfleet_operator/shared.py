@@ -15,6 +15,7 @@ from . import names
 from .admission import entry
 from .certificates import Certificates
 from .cluster import Cluster
+from .errors import ClusterError
 from .kinds import CLUSTER_ROLE_BINDING, SERVICE_ACCOUNT, WEBHOOKS, Kind
 from .metrics import Metrics
 from .pki import Plan
@@ -55,25 +56,40 @@ class SharedObjects:
     async def reconcile(self) -> float:
         """Brings them up to date. Returns the seconds until they are looked at again. Raises OperatorError."""
         self._reconciler.forget_gone()
-        # The certificate first: an entry must not name an authority that nobody serves by.
-        plan = await self._certificates.webhook()
-        self._on_certificate(plan)
         known = {
             Key(each.fleet.namespace, each.fleet.name): each for each in self._reconciler.shared()
         }
         fleets = sorted(self._store.fleets)
-        await self._fill(
-            WEBHOOKS,
-            f"{self._settings.fullname}-inject",
-            lambda present: {"webhooks": self._entries(present, fleets, known, plan)},
-        )
+        failures: list[ClusterError] = []
+        # What one of them is refused is no reason to leave the others.
+        for part in (self._fill_binding, self._fill_webhooks, self._prune):
+            try:
+                await part(fleets, known)
+            except ClusterError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return EVERY_S
+
+    async def _fill_binding(self, fleets: Sequence[Key], known: Mapping[Key, Shared]) -> None:
         await self._fill(
             CLUSTER_ROLE_BINDING,
             f"{self._settings.fullname}-scheduler",
             lambda _: {"subjects": _subjects(fleets, known)},
         )
+
+    async def _fill_webhooks(self, fleets: Sequence[Key], known: Mapping[Key, Shared]) -> None:
+        # The certificate first: an entry must not name an authority that nobody serves by.
+        plan = await self._certificates.webhook()
+        self._on_certificate(plan)
+        await self._fill(
+            WEBHOOKS,
+            f"{self._settings.fullname}-inject",
+            lambda present: {"webhooks": self._entries(present, fleets, known, plan)},
+        )
+
+    async def _prune(self, fleets: Sequence[Key], _: Mapping[Key, Shared]) -> None:
         await self._certificates.prune(fleets)
-        return EVERY_S
 
     def _entries(
         self, present: Body, fleets: Iterable[Key], known: Mapping[Key, Shared], plan: Plan

@@ -142,6 +142,10 @@ class Store:
             except BadSpec as error:
                 known = (version, error)
             self._parsed[key] = known
+            if len(self._parsed) > len(self.fleets):
+                self._parsed = {
+                    each: kept for each, kept in self._parsed.items() if self.fleets.get(each)
+                }
         if isinstance(known[1], BadSpec):
             raise known[1]
         return known[1]

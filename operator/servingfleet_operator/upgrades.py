@@ -42,6 +42,9 @@ class Patched:
     uid: str
     at: float
     """Monotonic seconds."""
+    patch: Mapping[str, Any]
+    undone: bool = False
+    """It was patched like that before, and somebody put the old image back."""
 
 
 def step(
@@ -64,6 +67,13 @@ def step(
         return Step()
     for pod, patch in patches:
         was_patched = last is not None and pod["metadata"]["uid"] == last.uid
+        if was_patched and patch is not None and last is not None and patch == last.patch:
+            age_s = now - last.at
+            if age_s < SETTLE_S and not last.undone:
+                return Step(waiting=True)
+            if age_s < PATIENCE_S:
+                return Step(trouble=_undone(pod))
+            return Step(pod, patch, trouble=_undone(pod))
         if patch is None and (was_patched or _relay_is_down(pod)):
             age_s = now - last.at if last is not None and was_patched else PATIENCE_S
             if age_s >= PATIENCE_S and not is_ready(pod):
@@ -78,6 +88,14 @@ def _relay_is_down(pod: Body) -> bool:
     return any(
         status.get("name") == names.RELAY_CONTAINER and "running" not in (status.get("state") or {})
         for status in pod["status"].get("initContainerStatuses") or ()
+    )
+
+
+def _undone(pod: Body) -> Trouble:
+    return Trouble(
+        "RelayUpgradeUndone",
+        f"pod {pod['metadata']['name']} was given its new relay and does not have it: a policy of the cluster that "
+        "rewrites images must let it be, or set spec.relay.inPlaceUpgrade to false",
     )
 
 

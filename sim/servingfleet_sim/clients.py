@@ -11,7 +11,7 @@ import json
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import httpx
 
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
+from .emulator import words
 from .workload import Session, Turn
 
 if TYPE_CHECKING:  # this name exists for type checkers only
@@ -104,6 +105,8 @@ class Clients:
     router: RouterAsyncStub
     http: httpx.AsyncClient
     model: str
+    vocabulary: int = 32_000
+    """Of the engines' tokenizer."""
     progress: Progress = field(default_factory=Progress)
     requests: list[Request] = field(default_factory=list)
 
@@ -223,7 +226,7 @@ class Clients:
                 async for part in _parts(response):
                     usage = part.get("usage") or usage
                     for choice in part["choices"]:
-                        output.extend(choice["token_ids"])
+                        output.extend(self._tokens(choice))
                     if request.ttft_s is None and output:
                         request.ttft_s = time.time() - first
                         await self._report(request, Stage.STAGE_FIRST_TOKEN)
@@ -235,7 +238,13 @@ class Clients:
             raise EngineFailed(f"{url} told no usage")
         request.prompt_tokens = usage["prompt_tokens"]
         request.output_tokens = usage["completion_tokens"]
-        request.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        # The fleet's engines are told to report reuse; SGLang then leaves out what is nothing.
+        request.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+    def _tokens(self, choice: dict[str, Any]) -> Sequence[int]:
+        """Of a part of the answer. Where the engine tells none, as a gateway that has the tokenizer."""
+        told: Sequence[int] | None = choice.get("token_ids")
+        return words.encode(choice["text"], self.vocabulary) if told is None else told
 
     async def _report(
         self, request: Request, stage: routing_pb2.ReportRequest.Stage.ValueType

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,11 +35,15 @@ class EngineSpec:
     gpu: str
     ranks: int
     blocks: int
-    """GPU blocks of a rank, 16 tokens each."""
+    """GPU blocks, or pages, of a rank."""
     step_tokens: int
     """Tokens of one step: vLLM's default for the GPU's memory."""
     host_blocks: int = 0
-    """Blocks of the host tier of a rank; 0: none."""
+    """Blocks, or pages, of the host tier of a rank; 0: none."""
+    engine: str = "vllm"
+    """Whose caches, events and API it has: also the pool that it belongs to."""
+    block_tokens: int = 16
+    """Tokens in a block, or page."""
     speed: float = 0.5
     """Times as fast as an 8B model on that GPU. Half stands for a model of some 16B, and keeps the steps so long that
     one machine can make those of a whole fleet."""
@@ -47,28 +51,24 @@ class EngineSpec:
 
 _KINDS = (
     EngineSpec("b200-large", "b200", 1, 4000, 16_384),
-    EngineSpec("h100", "h100", 1, 2400, 8192),
+    EngineSpec("h100", "h100", 1, 700, 8192, 2000, engine="sglang", block_tokens=32),
     EngineSpec("a100-two-ranks", "a100", 2, 2000, 2048),
     EngineSpec("l40s-host-tier", "l40s", 1, 1200, 2048, host_blocks=4000),
 )
 
 
 def mixed_engines(count: int) -> tuple[EngineSpec, ...]:
-    """`count` engines of different speed and size. The first four hold one of two ranks, one with a host tier."""
+    """`count` engines of different speed and size. Of the first four one has two ranks, one is SGLang, two have a host tier."""
     engines = []
     for number in range(count):
         kind = _KINDS[number % len(_KINDS)]
         again = number // len(_KINDS)
         # Those of the next round are smaller.
         engines.append(
-            EngineSpec(
-                f"{number}-{kind.replica}",
-                kind.gpu,
-                kind.ranks,
-                kind.blocks * 3 // (3 + again),
-                kind.step_tokens,
-                kind.host_blocks,
-                kind.speed,
+            replace(
+                kind,
+                replica=f"{number}-{kind.engine}-{kind.replica}",
+                blocks=kind.blocks * 3 // (3 + again),
             )
         )
     return tuple(engines)
@@ -200,6 +200,7 @@ async def _start(fleet: LocalFleet, policy: str, stack: AsyncExitStack) -> None:
                 *("--replica", spec.replica),
                 *("--model", MODEL),
                 *("--ranks", str(spec.ranks)),
+                *("--label", f"pool={spec.engine}"),
                 *("--engine-events", f"tcp://127.0.0.1:{ports['events_port']}"),
                 *("--engine-replay", f"tcp://127.0.0.1:{ports['replay_port']}"),
                 *("--engine-http", f"http://{endpoint}"),
@@ -213,6 +214,7 @@ def _engine_arguments(fleet: LocalFleet, spec: EngineSpec) -> list[str]:
     return [
         *("--port", "0", "--events-port", "0", "--replay-port", "0"),
         *("--model", MODEL),
+        *("--engine", spec.engine, "--block-size", str(spec.block_tokens)),
         *("--gpu", spec.gpu, "--speed", str(spec.speed)),
         *("--ranks", str(spec.ranks)),
         *("--blocks", str(spec.blocks), "--host-blocks", str(spec.host_blocks)),

@@ -7,10 +7,11 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from . import bound
 
 START_PATIENCE_S = 30.0
 STOP_PATIENCE_S = 10.0
@@ -68,10 +69,10 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def running(module: str, arguments: Sequence[str], log: Path) -> AsyncIterator[Process]:
-    """A process of this project for the length of the block."""
+    """A process of this project for the length of the block. It dies with this one, too, should that be killed."""
     with log.open("wb") as sink:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *arguments, stdout=sink, stderr=sink
+            *bound.command(module), *arguments, stdout=sink, stderr=sink
         )
     process = Process(child, f"{module} {' '.join(arguments)}", log)
     try:

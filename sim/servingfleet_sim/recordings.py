@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from servingfleet_relay.adapters.registry import ADAPTERS
 from servingfleet_relay.settings import LayerGroup
 
 
@@ -70,8 +71,9 @@ class Control:
 
     @property
     def is_reset(self) -> bool:
-        """Whether the engine's prefix cache was emptied."""
-        return self.succeeded and "reset" in self.what.split()[0]
+        """Whether the engine's prefix cache was emptied: vLLM's word, or SGLang's."""
+        call = self.what.split()[0]
+        return self.succeeded and ("reset" in call or "flush_cache" in call)
 
     @property
     def socket(self) -> bool | None:
@@ -133,8 +135,7 @@ def read(folder: Path) -> Recording:
 
 def _read(folder: Path) -> Recording:
     messages, ranks = read_events(folder)
-    engine = folder / "engine.json"
-    facts = _object(engine.read_text(), engine, 1) if engine.is_file() else {}
+    facts = _facts(folder)
     path = folder / "requests.jsonl"
     rows = list(_rows(path)) if path.is_file() else []
     if any("op" in row for _, row in rows):
@@ -143,13 +144,23 @@ def _read(folder: Path) -> Recording:
         adapter = "sglang"
     else:
         requests, controls = _requests(path, rows)
-        adapter = "sglang" if "sglang" in facts else "vllm"
+        adapter = _adapter(facts) or "vllm"
     return Recording(folder.name, ranks, messages, requests, controls, facts, adapter)
 
 
-def adapter_of(folder: Path) -> str | None:
-    """The engine whose events a folder holds, where it says so. Raises RecordingError."""
-    return read(folder).adapter if (folder / "requests.jsonl").is_file() else None
+def message_line(message: Message, source: str) -> str:
+    """A line of events.jsonl. `source`: where the message's rank was received."""
+    frames = [base64.b64encode(frame).decode() for frame in message.frames]
+    return json.dumps({"t": message.time, "src": source, "frames": frames}) + "\n"
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    path = folder / "engine.json"
+    return _object(path.read_text(), path, 1) if path.is_file() else {}
+
+
+def _adapter(facts: Mapping[str, Any]) -> str | None:
+    return next((name for name in ADAPTERS if name in facts), None)
 
 
 def read_events(folder: Path) -> tuple[tuple[Message, ...], int]:

@@ -147,7 +147,7 @@ def until(probe: Callable[[], Answer | None], expected: str, patience_s: float =
             last = error
         if time.monotonic() > deadline:
             raise AssertionError(
-                f"waited in vain for {expected}, {patience_s:.0f} s; last seen: {last!r}"
+                f"waited in vain for {expected}, {patience_s:.0f} s; last seen: {last}"
             )
         time.sleep(POLL_S)
 

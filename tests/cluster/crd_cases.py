@@ -187,7 +187,7 @@ REFUSED = (
     ),
     Refused("a negative quantity", "should match", {"spec.relay.resources.cpu": "-100m"}),
     Refused("a whole number of nothing", "must be more than 0", {"spec.relay.resources.cpu": 0}),
-    Refused("a small relay", "at least 64Mi", {"spec.relay.resources.memory": "32Mi"}),
+    Refused("a small relay", "at least 128Mi", {"spec.relay.resources.memory": "127Mi"}),
     Refused(
         "more requested than allowed",
         "requests.memory is more than its limits.memory",
@@ -206,6 +206,16 @@ REFUSED = (
         "a label that can't be one",
         "no label's name",
         {"spec.pools.0.selector.matchLabels": {"my app": "vllm"}},
+    ),
+    Refused(
+        "a label whose domain can't be one",
+        "no label's name",
+        {"spec.pools.0.selector.matchLabels": {"a..b/app": "x"}},
+    ),
+    Refused(
+        "a requirement on a label whose domain can't be one",
+        "should match",
+        {"spec.pools.0.selector.matchExpressions": [{"key": "a..b/app", "operator": "Exists"}]},
     ),
     Refused(
         "a label's value that can't be one",

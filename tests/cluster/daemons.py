@@ -149,8 +149,10 @@ def _started(pid: int) -> str | None:
     """Start time in ticks since boot; None where no such process runs (a zombie does not)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
+        threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name in parentheses may hold anything, so count from its end.
     state, *rest = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else rest[18]
+    # While another thread is still ending, the ports of a killed process are still taken.
+    return None if state in "ZX" and len(threads) < 2 else rest[18]

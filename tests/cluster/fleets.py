@@ -37,6 +37,11 @@ RESTRICTED: Object = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+SMALL: Object = {
+    "scheduler": {"resources": {"requests": {"cpu": "100m"}}},
+    "relay": {"resources": {"cpu": "200m"}},
+}
+"""Whole fleets, and what is still ending of the one before, fit on one machine of two cores."""
 CHANGE_S = 90.0
 """Until the status shows what has changed. A scheduler is asked every 15 s."""
 
@@ -149,12 +154,18 @@ class Fleet:
         """Waits until that many replicas are known, and the streams of all are unbroken."""
 
         def live() -> bool:
-            status = self.status()
-            seen = status.get("summary", {}).get("live")
-            assert seen == f"{replicas}/{replicas}", (seen, status.get("replicas"))
+            seen = self.status().get("summary", {}).get("live")
+            assert seen == f"{replicas}/{replicas}", f"{seen}\n{self._scene()}"
             return True
 
         until(live, f"{replicas} live replicas", CHANGE_S)
+
+    def _scene(self) -> str:
+        """What a person would look at when it takes too long."""
+        where = ("-n", self.namespace)
+        pods = self.cluster.kubectl("get", "pods", *where, "-o", "wide")
+        events = self.cluster.kubectl("events", *where, "--types=Warning")
+        return f"{self.status().get('replicas')}\n{pods}{events}"
 
     def await_schedulers(self, ready: str = "2/2") -> None:
         """Waits until so many schedulers are ready."""
@@ -297,9 +308,11 @@ class Client:
 
 
 def without_hardware(manifest: Path, image: str) -> list[Object]:
-    """The objects of an example, with emulated engines: no GPU, no disk of weights, another image."""
+    """The objects of an example, with emulated engines: no GPU, no disk of weights, another image, and little CPU."""
     objects = [each for each in yaml.safe_load_all(manifest.read_text()) if each]
     for each in objects:
+        if each["kind"] == "ServingFleet":
+            each["spec"] |= SMALL
         claims = each.get("spec", {}).pop("volumeClaimTemplates", [])
         dropped = {claim["metadata"]["name"] for claim in claims}
         pod = each.get("spec", {}).get("template", {}).get("spec", {})

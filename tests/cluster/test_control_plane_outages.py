@@ -61,14 +61,16 @@ def test_what_was_done_while_the_watches_were_broken_is_not_missed(
     server: Cluster, namespace: str, operator: Replica
 ) -> None:
     scale(server, namespace, 1)
+    server.stop_api_server()
+    until(lambda: not operator.leads(), "the operator to stop writing", 20.0)
     operator.tell(signal.SIGSTOP)
     try:
-        server.kubectl("delete", "role", "demo-client", "-n", namespace)
-        server.stop_api_server()
         server.start_api_server()
+        # The only Role of its kind: a list of what is there says nothing of it.
+        server.kubectl("delete", "role", "-A", "-l", "servingfleet.dev/fleet", "--wait=false")
     finally:
         operator.tell(signal.SIGCONT)
-    until(lambda: server.get("role", "demo-client", "-n", namespace), "the Role", 45.0)
+    until(lambda: server.get("role", "demo-client", "-n", namespace), "the Role", 30.0)
 
 
 def test_an_api_server_that_stands_still_is_noticed_and_its_return_too(

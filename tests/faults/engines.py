@@ -77,7 +77,9 @@ class Engine:
         body = {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens}
         answer = await self._post("/v1/completions", body, {**headers, "X-Request-Id": request_id})
         usage = answer["usage"]
-        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        # SGLang leaves out what is nothing.
+        details = usage["prompt_tokens_details"] or {"cached_tokens": 0}
+        return usage["prompt_tokens"], details["cached_tokens"]
 
     async def flood(self, prompts: Sequence[Prompt]) -> None:
         """Requests that nobody routed, in one call."""
@@ -89,6 +91,9 @@ class Engine:
 
     async def reset(self) -> None:
         """Empties the caches of the idle engine."""
+        if "sglang" in self.options:
+            assert (await self.http.post("/flush_cache")).status_code == 200
+            return
         answer = await self._post("/reset_prefix_cache", {}, {})
         assert answer == {"success": True}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from servingfleet_protos.v1 import routing_pb2
+from servingfleet_sim import bound
 from servingfleet_sim.recordings import read
 from servingfleet_sim.wire import free_ports
 from tests.integration.fleet import Fleet
@@ -20,7 +21,7 @@ TOKENS = ",".join(str(token) for token in range(100))
 async def run(*arguments: str) -> tuple[int, str, str]:
     """Exit status, standard output, standard error."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "servingfleet_cli", *arguments),
+        *(*bound.command("servingfleet_cli"), *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -102,6 +103,32 @@ async def test_reuse_and_replicas_show_what_was_played(fleet: Fleet) -> None:
     assert "live" in replicas
 
 
+async def test_reuse_adds_up_what_several_schedulers_counted(fleet: Fleet) -> None:
+    targets = []
+    for pairs in (12, 9):
+        scheduler = await fleet.scheduler("--static-replica", "model=m,replica=r")
+        targets += ["--scheduler", scheduler.target]
+        prompt = routing_pb2.Prompt(tokens_le32=bytes(4 * 100))
+        for _ in range(pairs):
+            asked = routing_pb2.RouteRequest(model="m", prompt=prompt)
+            decision = await scheduler.router.Route(asked, timeout=10)
+            outcome = routing_pb2.ReportRequest(
+                decision_id=decision.decision_id, prompt_tokens=100, cached_tokens=50
+            )
+            await scheduler.router.Report(outcome, timeout=10)
+    status, out, _ = await run("reuse", *targets)
+    assert status == 0
+    assert "2 schedulers, added up" in out
+    assert "21 outcomes of 21 decisions" in out
+    assert "50.0%" in out, "12 and 9 pairs are too few apart, and enough together"
+    status, out, _ = await run("reuse", *targets, *targets[:2], "-o", "json")
+    (report,) = json.loads(out)["reports"]
+    assert report["sums"]["pairs"] == "21", "one that is asked twice counts once"
+    status, _, err = await run("reuse", *targets, "--scheduler", f"127.0.0.1:{free_ports(1)}")
+    assert status == 3
+    assert "no scheduler answers" in err
+
+
 async def test_verify_passes_a_recording_and_fails_a_falsified_one(tmp_path: Path) -> None:
     source = recordings_dir() / "z-inproc-base"
     status, out, _ = await run("verify", str(source))
@@ -116,34 +143,3 @@ async def test_verify_passes_a_recording_and_fails_a_falsified_one(tmp_path: Pat
     assert status == 1
     (result,) = json.loads(out)
     assert [row["n"] for row in result["verdicts"] if row["wrong"]] == [2]
-
-
-async def test_check_stream_tells_sound_from_broken(tmp_path: Path) -> None:
-    source = recordings_dir() / "b-eviction"
-    status, out, _ = await run("check-stream", str(source))
-    assert status == 0
-    assert "gpu attention, group 0, unit 32" in out
-    rows = [json.loads(line) for line in (source / "events.jsonl").read_text().splitlines()]
-    rows[3]["frames"][2] = rows[3]["frames"][2][:40]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, out, _ = await run("check-stream", str(tmp_path))
-    assert status == 1
-    assert "drop_" in out
-
-
-async def test_check_stream_listens_to_a_live_engine(fleet: Fleet) -> None:
-    recording = read(recordings_dir() / "b-eviction")
-    engine = await fleet.engine(recording)
-    asked = ["check-stream", engine.events, "--seconds", "30", "--messages", "3", "-o", "json"]
-    listening = asyncio.create_task(run(*asked))
-    for message in recording.messages * 40:
-        # The subscriber takes what comes after it has joined: publish until it has its three.
-        if listening.done():
-            break
-        await engine.publish(message)
-        await asyncio.sleep(0.02)
-    status, out, _ = await listening
-    report = json.loads(out)
-    assert report["messages"] == 3
-    assert report["ranks"][0]["traits"]["hashes"] == "8 bytes unsigned"
-    assert status in (0, 1)

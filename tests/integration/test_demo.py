@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from servingfleet_sim import bound
 from servingfleet_sim.local_fleet import local_fleet, mixed_engines
 from servingfleet_sim.processes import Process, ProcessFailed
 from servingfleet_sim.wire import free_ports
@@ -24,7 +25,7 @@ PATIENCE_S = 60.0
 async def started(*arguments: str) -> asyncio.subprocess.Process:
     """The command in a process group of its own, which its children share."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "servingfleet_cli", *arguments),
+        *(*bound.command("servingfleet_cli"), *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -69,7 +70,12 @@ async def test_the_demos_report_adds_up_with_the_engines_own_accounts(tmp_path: 
     assert report["agrees"] is True
     assert report["policy"]["policy"] == "cost"
     assert report["control"]["policy"] == "round-robin"
-    assert [replica["ranks"] for replica in report["replicas"]] == [1, 1, 2, 1]
+    replicas = report["replicas"]
+    assert [replica["ranks"] for replica in replicas] == [1, 1, 2, 1]
+    assert {replica["engine"]: replica["block_tokens"] for replica in replicas} == {
+        "vllm": 16,
+        "sglang": 32,
+    }
     for name in ("policy", "control"):
         arm = report[name]
         counted = recount(tmp_path / name)
@@ -82,6 +88,9 @@ async def test_the_demos_report_adds_up_with_the_engines_own_accounts(tmp_path: 
         assert figures["index_coverage"]["denominator"] == counted["cached"]
         assert figures["join_rate"]["numerator"] == figures["join_rate"]["denominator"]
         assert arm["unexplained"] == []
+        pools = [pool[arm["policy"]] for pool in report["pools"].values()]
+        assert sum(pool["pairs"] for pool in pools) == counted["requests"]
+        assert sum(pool["actual"] for pool in pools) == counted["cached"]
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)])
@@ -100,6 +109,20 @@ async def test_an_interrupted_demo_leaves_no_process(
     assert child.returncode == 128 + numbers[0]
     assert not group_lives(child.pid)
     assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
+)
+async def test_a_demo_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    child = await started("demo", "--logs", str(tmp_path))
+    async with asyncio.timeout(PATIENCE_S):
+        while not any('"scheduled"' in p.read_text() for p in tmp_path.glob("*/*.truth.jsonl")):  # noqa: ASYNC110, ASYNC240 - another process
+            await asyncio.sleep(0.05)
+        child.kill()
+        await child.wait()
+        while group_lives(child.pid):  # noqa: ASYNC110 - its children, whom another process reaps
+            await asyncio.sleep(0.01)
 
 
 async def test_an_engine_that_dies_ends_the_fleet_and_its_log_is_shown(tmp_path: Path) -> None:

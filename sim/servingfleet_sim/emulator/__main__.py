@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 import zmq
@@ -15,17 +16,24 @@ from aiohttp import web
 
 from . import logs
 from .engine import Engine
-from .events import HashForm, generation
+from .events import Form, HashForm, generation
 from .server import Server
 from .settings import Settings
+from .sglang_events import sglang_form
+from .sglang_server import SglangServer
 from .speed import GPUS
 from .steps import Limits
+from .trtllm_events import TrtllmForm
+from .trtllm_server import TrtllmServer
 
 log = logging.getLogger(__name__)
 
 PORT = click.IntRange(0, 65535)
 STOP_S = 0.05
 """How long a stop lets requests finish. Not 0, which would be for ever."""
+
+NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23", "trtllm": "1.2.1"}
+SERVERS = {"vllm": Server, "sglang": SglangServer, "trtllm": TrtllmServer}
 
 POSITIVE = click.IntRange(min=1)
 
@@ -59,7 +67,14 @@ POSITIVE = click.IntRange(min=1)
 @click.option(
     "--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Times as fast as that."
 )
-@click.option("--engine-version", default="0.33.0", help="vLLM release; events in its format.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "sglang", "trtllm"]),
+    default="vllm",
+    help="Whose caches, events and API.",
+)
+@click.option("--engine-version", help="Its release, whose format events have.")
+@click.option("--pairs", is_flag=True, help="SGLang with EAGLE: the cache is keyed by pairs.")
 @click.option(
     "--hash-form",
     type=click.Choice([form.value for form in HashForm]),
@@ -92,19 +107,34 @@ def main(
     vocabulary: int,
     gpu: str,
     speed: float,
-    engine_version: str,
+    engine: Literal["vllm", "sglang", "trtllm"],
+    engine_version: str | None,
+    pairs: bool,
     hash_form: str,
     hash_seed: str | None,
     truth: Path | None,
     log_tokens: bool,
 ) -> None:
-    """An engine without a GPU: vLLM's API, cache, events and timing, with made-up answers."""
+    """An engine without a GPU: its API, cache, events and timing, with made-up answers."""
     if host_blocks % host_chunk_blocks:
         raise click.UsageError(
             f"--host-blocks {host_blocks} is no multiple of --host-chunk-blocks {host_chunk_blocks}"
         )
+    if engine == "trtllm" and host_blocks:
+        raise click.UsageError("--engine trtllm has no host tier")
+    if engine != "vllm" and (host_chunk_blocks > 1 or hash_form != HashForm.INTEGER.value):
+        raise click.UsageError(f"--engine {engine} has neither chunks nor whole hashes")
+    if pairs and engine != "sglang":
+        raise click.UsageError("--pairs is for --engine sglang")
+    engine_version = engine_version or NEWEST[engine]
+    form: Form
     try:
-        form = generation(engine_version, HashForm(hash_form))
+        if engine == "sglang":
+            form = sglang_form(engine_version)
+        elif engine == "trtllm":
+            form = TrtllmForm(blocks - 1, max_model_len or (blocks - 1) * block_size, ranks > 1)
+        else:
+            form = generation(engine_version, HashForm(hash_form))
     except ValueError as error:
         raise click.UsageError(f"--engine-version: {error}") from error
     settings = Settings(
@@ -123,7 +153,9 @@ def main(
         model=model,
         adapters={name: number for number, name in enumerate(adapters, 1)},
         vocabulary=vocabulary,
+        engine=engine,
         engine_version=engine_version,
+        pairs=pairs,
         form=form,
         topic=topic,
         buffer_steps=buffer_steps,
@@ -159,7 +191,7 @@ async def _serve(settings: Settings, seed: bytes) -> None:
         if not running.done():
             # Requests end with their clients, and at a stop at once.
             runner = web.AppRunner(
-                Server(engine).app(),
+                SERVERS[settings.engine](engine).app(),
                 access_log=None,
                 handler_cancellation=True,
                 shutdown_timeout=STOP_S,
@@ -180,13 +212,14 @@ async def _serve(settings: Settings, seed: bytes) -> None:
 
 
 def _addresses(engine: Engine, runner: web.AppRunner) -> dict[str, object]:
+    published = engine.settings.engine != "trtllm"
     return {
         "http_port": runner.addresses[0][1],
-        "events_port": engine.endpoints.events_port,
-        "replay_port": engine.endpoints.replay_port,
+        "events_port": engine.endpoints.events_port if published else 0,
+        "replay_port": engine.endpoints.replay_port if published else 0,
         "ranks": engine.settings.ranks,
         "model": engine.settings.model,
-        "engine": f"vllm {engine.settings.engine_version}",
+        "engine": f"{engine.settings.engine} {engine.settings.engine_version}",
     }
 
 

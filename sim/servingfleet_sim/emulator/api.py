@@ -49,6 +49,7 @@ class Answer:
     """Seconds since the epoch."""
     model: str
     chat: bool
+    stop_key: str = "stop_reason"
 
     def whole(self, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
         """An answer in one piece."""
@@ -73,7 +74,7 @@ class Answer:
             row["message"] = {"role": "assistant", "content": text}
         else:
             row["text"] = text
-        row |= {"finish_reason": "length", "stop_reason": None}
+        row |= {"finish_reason": "length", self.stop_key: None}
         if ids:
             row |= {"token_ids": list(outputs), "prompt_token_ids": list(asked.prompt)}
         return row
@@ -88,7 +89,7 @@ class Answer:
             row["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
         else:
             row["text"] = text
-        row |= {"finish_reason": "length" if last else None, "stop_reason": None}
+        row |= {"finish_reason": "length" if last else None, self.stop_key: None}
         if ids:
             row["token_ids"] = list(tokens)
         return row
@@ -102,13 +103,15 @@ class Answer:
         }
 
 
-def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """The usage of one request, with what it reused."""
+def usage(
+    prompt_tokens: int, output_tokens: int, details: Mapping[str, int] | None
+) -> dict[str, Any]:
+    """The usage of one request, with what it reused, or nothing of that."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "completion_tokens": output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": None if details is None else dict(details),
     }
 
 
@@ -198,7 +201,8 @@ class Reader:
             tuple(replace(shared, prompt=prompt) for prompt in prompts),
             stream=bool(fields.get("stream")),
             include_usage=bool(options.get("include_usage")),
-            token_ids=bool(fields.get("return_token_ids")),
+            # SGLang's API has no such thing.
+            token_ids=bool(fields.get("return_token_ids")) and settings.engine == "vllm",
         )
 
     def _chat(self, fields: Mapping[str, Any]) -> tuple[int, ...]:

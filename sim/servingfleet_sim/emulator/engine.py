@@ -7,10 +7,13 @@ import itertools
 import time
 
 from ..wire import Endpoints, EventSockets, free_ports
-from .rank import Rank
+from .pull import PullBuffer
+from .radix_scheduler import TRTLLM, Habits, RadixScheduler
+from .rank import Publishing, Rank
 from .scheduler import Scheduler
 from .sequence import Asked, Sequence
 from .settings import Settings
+from .steps import Scheduling
 from .truth import Truth
 
 
@@ -21,20 +24,22 @@ class Engine:
         """`hash_seed` stands before every first block: other seeds give other hashes. Raises OSError for the log."""
         self.settings = settings
         self.started = time.time()
-        self.truth = Truth(
-            settings.log, tokens=settings.log_tokens, hash_form=settings.form.hash_form
-        )
+        self.truth = Truth(settings.log, tokens=settings.log_tokens, name=settings.form.name)
         self.endpoints = _endpoints(settings)
-        self._sockets = EventSockets(
-            settings.ranks,
-            self.endpoints,
-            buffer_steps=settings.buffer_steps,
-            replay_topic=settings.form.replay_topic,
-        )
+        self.pulled = PullBuffer(settings.ranks, settings.buffer_steps)
+        """What TensorRT-LLM keeps for who asks; the others publish."""
+        self._sockets: Publishing = self.pulled
+        if settings.engine != "trtllm":
+            self._sockets = EventSockets(
+                settings.ranks,
+                self.endpoints,
+                buffer_steps=settings.buffer_steps,
+                replay_topic=settings.form.replay_topic,
+            )
         self.ranks = [
             Rank(
                 number,
-                Scheduler(settings.limits, hash_seed),
+                _scheduler(settings, hash_seed),
                 settings.speed,
                 self._sockets,
                 self.truth,
@@ -75,6 +80,16 @@ class Engine:
             self.ranks,
             key=lambda rank: 4 * rank.scheduler.waiting_count + rank.scheduler.running_count,
         )
+
+
+def _scheduler(settings: Settings, hash_seed: bytes) -> Scheduling:
+    match settings.engine:
+        case "vllm":
+            return Scheduler(settings.limits, hash_seed)
+        case "sglang":
+            return RadixScheduler(settings.limits, Habits(pairs=settings.pairs))
+        case "trtllm":
+            return RadixScheduler(settings.limits, TRTLLM)
 
 
 def _endpoints(settings: Settings) -> Endpoints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -22,8 +22,8 @@ class Stored:
     hashes: tuple[bytes, ...]
     parent: bytes | None
     """Hash of the block before the first; None at the start of a prompt, and in placeholders."""
-    tokens: tuple[int, ...]
-    """Tokens of all the blocks; none in placeholders."""
+    tokens: tuple[int | tuple[int, int], ...]
+    """Tokens of all the blocks, or pairs of them; none in placeholders."""
     block_size: int
     """Tokens in a block; 0 in placeholders."""
     medium: str = GPU
@@ -34,6 +34,8 @@ class Stored:
     session: str | None = None
     described: bool = True
     """Whether it names the kind of attention; placeholders don't."""
+    cache_salt: str | None = None
+    """Where an engine tells it apart from the other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,23 @@ class Cleared:
 
 
 Event = Stored | Removed | Cleared
+
+
+class Form(Protocol):
+    """How an engine's release writes events."""
+
+    @property
+    def replay_topic(self) -> bool:
+        """Whether replayed messages hold the topic, as live ones do."""
+        ...
+
+    def encode(self, events: Iterable[Event], time: float, rank: int) -> bytes:
+        """One batch as the payload of a message. `time`: seconds since the epoch."""
+        ...
+
+    def name(self, digest: bytes) -> int | bytes:
+        """A block's hash as the events show it."""
+        ...
 
 
 class HashForm(Enum):
@@ -73,6 +92,14 @@ class Generation:
     """Whether replayed messages hold the topic, as live ones do."""
     hash_form: HashForm = field(default=HashForm.INTEGER)
 
+    def encode(self, events: Iterable[Event], time: float, rank: int) -> bytes:
+        """See `Form`."""
+        return encode(events, time, rank, self)
+
+    def name(self, digest: bytes) -> int | bytes:
+        """See `Form`."""
+        return published(digest, self.hash_form)
+
 
 # First release with each format; the array lengths are the mark of their generation.
 _GENERATIONS = (
@@ -89,10 +116,7 @@ _GENERATIONS = (
 
 def generation(version: str, hash_form: HashForm = HashForm.INTEGER) -> Generation:
     """The format of a vLLM release. Raises ValueError for what is no release, or older than 0.9.1."""
-    numbers = version.split(".")
-    if not 2 <= len(numbers) <= 3 or not all(number.isdigit() for number in numbers):
-        raise ValueError(f"engine version {version!r}, expected a release such as '0.33.0'")
-    wanted = (*map(int, numbers), 0)[:3]
+    wanted = release(version)
     found = [form for first, form in _GENERATIONS if first <= wanted]
     if not found:
         raise ValueError(f"engine version {version}, expected 0.9.1 or later")
@@ -100,6 +124,14 @@ def generation(version: str, hash_form: HashForm = HashForm.INTEGER) -> Generati
     return Generation(
         form.maps, form.stored_length, form.removed_length, form.replay_topic, hash_form
     )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Its three numbers. Raises ValueError."""
+    numbers = version.split(".")
+    if not 2 <= len(numbers) <= 3 or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"engine version {version!r}, expected a release such as '0.33.0'")
+    return (*map(int, numbers), 0)[:3]
 
 
 def encode(events: Iterable[Event], time: float, rank: int, form: Generation) -> bytes:

@@ -8,15 +8,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .scheduler import Scheduler
 from .settings import Settings
+from .steps import Scheduling
 
-_GAUGES: tuple[tuple[str, str, Callable[[Scheduler], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[Scheduling], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.running_count),
     ("vllm:num_requests_waiting", "Requests that wait.", lambda s: s.waiting_count),
-    ("vllm:kv_cache_usage_perc", "Share of the blocks in use, 0 to 1.", lambda s: s.pool.usage),
+    ("vllm:kv_cache_usage_perc", "Share of the blocks in use, 0 to 1.", lambda s: s.usage),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Scheduler], float]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[Scheduling], float]], ...] = (
     (
         "vllm:prefix_cache_queries",
         "Tokens looked up in the GPU cache.",
@@ -43,7 +43,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Scheduler], float]], ...] = (
 )
 
 
-def page(settings: Settings, schedulers: Sequence[Scheduler], started: float) -> bytes:
+def page(settings: Settings, schedulers: Sequence[Scheduling], started: float) -> bytes:
     """The page now. `started`: seconds since the epoch; a restart shows by it."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Now(settings, schedulers, started))
@@ -51,7 +51,9 @@ def page(settings: Settings, schedulers: Sequence[Scheduler], started: float) ->
 
 
 class _Now(Collector):
-    def __init__(self, settings: Settings, schedulers: Sequence[Scheduler], started: float) -> None:
+    def __init__(
+        self, settings: Settings, schedulers: Sequence[Scheduling], started: float
+    ) -> None:
         self._settings = settings
         self._schedulers = schedulers
         self._started = started
@@ -73,7 +75,7 @@ class _Now(Collector):
             "process_start_time_seconds", "When the engine started.", value=self._started
         )
 
-    def _labelled(self) -> Iterator[tuple[tuple[str, str], Scheduler]]:
+    def _labelled(self) -> Iterator[tuple[tuple[str, str], Scheduling]]:
         for rank, scheduler in enumerate(self._schedulers):
             yield (str(rank), self._settings.model), scheduler
 

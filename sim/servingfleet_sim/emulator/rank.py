@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..wire import EventSockets
-from .events import Event, Generation, encode
-from .scheduler import Scheduler
-from .sequence import Phase, Sequence
+from .events import Event, Form
+from .sequence import Phase
+from .sequence import Sequence as Prompt
 from .speed import Speed
-from .steps import Step
+from .steps import Scheduling, Step
 from .truth import Truth
 
 MAX_LAG_S = 0.05
@@ -21,11 +22,29 @@ IDLE_STEP_S = 0.001
 """Pause of a step that has nothing to wait for but other sequences."""
 
 
+class Publishing(Protocol):
+    """Where an engine's batches go."""
+
+    def start(self) -> None:
+        """A new engine, which has published nothing. Raises zmq.ZMQError where a port is taken."""
+        ...
+
+    async def stop(self) -> None:
+        """The engine's end."""
+        ...
+
+    async def send(
+        self, rank: int, seq: int, frames: Sequence[bytes], *, live: bool = True, keep: bool = True
+    ) -> None:
+        """A batch: topic, number, payload. Without `live` or `keep` it is lost on that way."""
+        ...
+
+
 @dataclass(eq=False)
 class Ticket:
     """One prompt in a rank, and the tokens that come out of it."""
 
-    sequence: Sequence
+    sequence: Prompt
     request_id: str
     arrived: float
     """Seconds since the epoch, as the other times."""
@@ -53,13 +72,13 @@ class Rank:
     def __init__(
         self,
         number: int,
-        scheduler: Scheduler,
+        scheduler: Scheduling,
         speed: Speed,
-        sockets: EventSockets,
+        sockets: Publishing,
         truth: Truth,
         *,
         topic: str,
-        form: Generation,
+        form: Form,
     ) -> None:
         self.number = number
         self.scheduler = scheduler
@@ -90,6 +109,7 @@ class Rank:
         """Empties the caches, see `Scheduler.reset`."""
         done = self.scheduler.reset(running=running, host=host)
         self._truth.write("reset", time.time(), rank=self.number, done=done)
+        self._wake.set()  # an engine that tells of it at once does so now
         return done
 
     async def run(self) -> None:
@@ -110,7 +130,7 @@ class Rank:
             self._note_scheduled(step)
             if step.work:
                 # Steps follow one another without the time that this program takes.
-                due = max(due, now - MAX_LAG_S) + self._speed.step(step.work)
+                due = max(due, now - MAX_LAG_S) + self._speed.step(step.work) + step.load_s
                 await asyncio.sleep(due - clock())
             else:
                 await self._wait(step, now)
@@ -145,7 +165,7 @@ class Rank:
 
     async def _publish(self, events: list[Event], now: float) -> None:
         seq, self.published = self.published, self.published + 1
-        payload = encode(events, now, self.number, self._form)
+        payload = self._form.encode(events, now, self.number)
         live = keep = True
         if self.faults.drop_batches:
             self.faults.drop_batches -= 1

@@ -55,6 +55,11 @@ class Scheduler:
         """Sequences that wait to be: vLLM's num_requests_waiting."""
         return len(self.waiting) + len(self.loading)
 
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that somebody holds, 0 to 1."""
+        return self.pool.usage
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises DoesNotFit."""
         longest = self.limits.longest

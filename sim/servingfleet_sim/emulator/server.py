@@ -1,4 +1,4 @@
-"""The HTTP side of an engine: the OpenAI endpoints that vLLM serves, its metrics, and switches for faults."""
+"""The HTTP side of an engine: the OpenAI endpoints as vLLM serves them, its metrics, and switches for faults."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ MAX_BODY_BYTES = 64 * 2**20
 class Server:
     """Serves one engine."""
 
+    owner = "vllm"
+    stop_key = "stop_reason"
+    """Where an answer would name what stopped it."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._settings = engine.settings
@@ -33,7 +37,7 @@ class Server:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[_refusals], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._refusals], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/v1/completions", self._completions),
@@ -41,14 +45,44 @@ class Server:
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
-                web.post("/reset_prefix_cache", self._reset),
-                web.get("/version", self._version),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.post("/faults", self._faults),
+                *self._own_routes(),
             ]
         )
         return app
+
+    def _own_routes(self) -> list[web.RouteDef]:
+        """Those that no other engine has."""
+        return [
+            web.post("/reset_prefix_cache", self._reset),
+            web.get("/version", self._version),
+        ]
+
+    def _usage(self, tickets: list[Ticket]) -> dict[str, Any]:
+        # One usage for all prompts, in which vLLM reports the reuse of the last.
+        return usage(
+            sum(ticket.sequence.prompt_tokens for ticket in tickets),
+            sum(ticket.sequence.output_tokens for ticket in tickets),
+            {"cached_tokens": tickets[-1].sequence.cached_tokens or 0},
+        )
+
+    def _page(self) -> bytes:
+        """The metrics now."""
+        schedulers = [rank.scheduler for rank in self._engine.ranks]
+        return exposition.page(self._settings, schedulers, self._engine.started)
+
+    def _error(self, wrong: BadRequest) -> dict[str, Any]:
+        """The body of a refusal."""
+        return error(str(wrong), wrong.status, wrong.kind)
+
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except BadRequest as wrong:
+            return web.json_response(self._error(wrong), status=wrong.status)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._reader.completion(await _json(request)), False)
@@ -61,7 +95,7 @@ class Server:
         rank = self._engine.least_loaded() if named is None else self._engine.ranks[named]
         identity = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         prefix = "chatcmpl" if chat else "cmpl"
-        answer = Answer(f"{prefix}-{identity}", int(time.time()), call.model, chat)
+        answer = Answer(f"{prefix}-{identity}", int(time.time()), call.model, chat, self.stop_key)
         tickets = self._submit(rank, call, identity)
         try:
             if call.stream:
@@ -77,7 +111,7 @@ class Server:
             answer.choice(index, t.sequence.asked, t.sequence.outputs, call.token_ids)
             for index, t in enumerate(tickets)
         ]
-        return web.json_response(answer.whole(choices, _usage(tickets)))
+        return web.json_response(answer.whole(choices, self._usage(tickets)))
 
     def _submit(self, rank: Rank, call: Call, identity: str) -> list[Ticket]:
         now = time.time()
@@ -116,7 +150,7 @@ class Server:
                 for index, ticket in enumerate(tickets):
                     tasks.create_task(one(index, ticket))
             if call.include_usage:
-                await send(answer.part([], _usage(tickets)))
+                await send(answer.part([], self._usage(tickets)))
             await response.write(b"data: [DONE]\n\n")
         except* ConnectionResetError:
             pass  # the client is gone, and with it the answer
@@ -129,7 +163,7 @@ class Server:
                 "id": name,
                 "object": "model",
                 "created": int(self._engine.started),
-                "owned_by": "vllm",
+                "owned_by": self.owner,
                 "root": name,
                 "parent": None if name == self._settings.model else self._settings.model,
                 "max_model_len": self._settings.limits.longest,
@@ -165,9 +199,7 @@ class Server:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.StreamResponse:
-        schedulers = [rank.scheduler for rank in self._engine.ranks]
-        body = exposition.page(self._settings, schedulers, self._engine.started)
-        return web.Response(body=body, content_type="text/plain", charset="utf-8")
+        return web.Response(body=self._page(), content_type="text/plain", charset="utf-8")
 
     async def _faults(self, request: web.Request) -> web.StreamResponse:
         body = await _json(request)
@@ -200,25 +232,8 @@ async def _tokens(ticket: Ticket) -> AsyncIterator[tuple[list[int], bool]]:
         yield tokens, last
 
 
-def _usage(tickets: list[Ticket]) -> dict[str, Any]:
-    # One usage for all prompts, in which vLLM reports the reuse of the last.
-    return usage(
-        sum(ticket.sequence.prompt_tokens for ticket in tickets),
-        sum(ticket.sequence.output_tokens for ticket in tickets),
-        tickets[-1].sequence.cached_tokens or 0,
-    )
-
-
 async def _json(request: web.Request) -> Any:
     try:
         return await request.json()
     except ValueError as wrong:
         raise BadRequest(f"the body is not JSON: {wrong}") from wrong
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except BadRequest as wrong:
-        return web.json_response(error(str(wrong), wrong.status, wrong.kind), status=wrong.status)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from .events import Generation, generation
+from .events import Form, generation
 from .speed import GPUS, Speed
 from .steps import Limits
 
@@ -25,12 +26,16 @@ class Settings:
     """Names of LoRA adapters, served like models, and their numbers."""
     vocabulary: int = 32_000
     """Tokens of the tokenizer, and of what the model answers."""
+    engine: Literal["vllm", "sglang", "trtllm"] = "vllm"
+    """Whose caches, events and API it has."""
     engine_version: str = "0.33.0"
-    """The vLLM release that it says it is; its event format follows."""
-    form: Generation = field(default_factory=lambda: generation("0.33.0"))
+    """The release that it says it is; its event format follows."""
+    pairs: bool = False
+    """SGLang drafts with EAGLE: its cache is keyed by pairs of tokens."""
+    form: Form = field(default_factory=lambda: generation("0.33.0"))
     topic: str = "kv-events"
     buffer_steps: int = 10_000
-    """Batches kept for replay: vLLM's default."""
+    """Batches kept for replay: vLLM's default. TensorRT-LLM: events kept until they are pulled."""
     host: str = "127.0.0.1"
     """Address to bind, for HTTP and events."""
     port: int = 8000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from .events import Event
 from .sequence import Sequence
@@ -61,6 +63,8 @@ class Step:
     work: list[Work] = field(default_factory=list)
     load_until: float | None = None
     """When the next load ends; None: none is under way."""
+    load_s: float = 0.0
+    """What loads add to its time where it waits for them itself."""
 
 
 @dataclass(slots=True)
@@ -84,3 +88,50 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+
+
+class Scheduling(Protocol):
+    """What an engine's rank does with prompts and caches; time is an argument."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def running_count(self) -> int:
+        """Sequences being computed."""
+        ...
+
+    @property
+    def waiting_count(self) -> int:
+        """Sequences that wait to be."""
+        ...
+
+    @property
+    def usage(self) -> float:
+        """Share of the GPU cache that sequences hold, 0 to 1."""
+        ...
+
+    @property
+    def loading(self) -> Listed[Sequence]:
+        """Sequences that hold blocks which a host tier is filling."""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises DoesNotFit."""
+        ...
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ends a sequence whose client is gone."""
+        ...
+
+    def reset(self, *, running: bool = False, host: bool = False) -> bool:
+        """Empties the caches. False: refused."""
+        ...
+
+    def schedule(self, now: float, load_s: float = 0.0, load_token_s: float = 0.0) -> Step | None:
+        """What the next step computes; None: there is nothing to do."""
+        ...
+
+    def complete(self, step: Step) -> Outcome:
+        """Ends the step."""
+        ...

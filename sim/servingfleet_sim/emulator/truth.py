@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from .events import Cleared, Event, HashForm, Removed, Stored, published
+from .events import Cleared, Event, Removed, Stored
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,13 @@ log = logging.getLogger(__name__)
 class Truth:
     """The file. A line that can't be written is counted and lost: the engine goes on."""
 
-    def __init__(self, path: Path | None, *, tokens: bool = False, hash_form: HashForm) -> None:
-        """Raises OSError where the file can't be opened."""
+    def __init__(
+        self, path: Path | None, *, tokens: bool = False, name: Callable[[bytes], int | bytes]
+    ) -> None:
+        """`name`: a hash as published. Raises OSError where the file can't be opened."""
         self.lost = 0
         self._tokens = tokens
-        self._hash_form = hash_form
+        self._name = name
         # Line buffered: a killed engine leaves all that it told.
         self._file: TextIO | None = None if path is None else path.open("a", buffering=1)
 
@@ -81,5 +83,5 @@ class Truth:
                     self.write("cleared", time, rank=rank, seq=seq)
 
     def _named(self, hashes: Iterable[bytes]) -> list[int | str]:
-        names = (published(digest, self._hash_form) for digest in hashes)
+        names = map(self._name, hashes)
         return [name.hex() if isinstance(name, bytes) else name for name in names]

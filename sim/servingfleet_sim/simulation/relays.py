@@ -269,7 +269,12 @@ class SimulatedRelay:
         for number, rank in self.pipeline._ranks.items():
 
             def watched(
-                steps: Sequence[Step], now: float, number: int = number, rank: Rank = rank
+                steps: Sequence[Step],
+                now: float,
+                wall: float | None = None,
+                *,
+                number: int = number,
+                rank: Rank = rank,
             ) -> None:
                 restarts = sum(isinstance(step, Restarted) for step in steps)
                 incarnation = rank.numbering.incarnation - restarts
@@ -281,6 +286,6 @@ class SimulatedRelay:
                         self.followed.loses(number)
                     elif isinstance(step, Apply):
                         self.followed.applies(number, incarnation, step.payload)
-                Rank.run(rank, steps, now)
+                Rank.run(rank, steps, now, wall)
 
             rank.run = watched  # type: ignore[method-assign]

@@ -68,9 +68,9 @@ def test_the_chart_is_of_the_packages_release() -> None:
     assert chart()["version"] == chart()["appVersion"] == project["version"]
 
 
-def test_the_chart_asks_for_a_kubernetes_that_has_sidecars() -> None:
+def test_the_operator_refuses_just_the_kubernetes_that_the_chart_refuses() -> None:
     [minor] = [int(part) for part in chart()["kubeVersion"].split(".")[1:2]]
-    assert (1, minor) >= injection.OLDEST_KUBERNETES
+    assert (1, minor) == injection.OLDEST_KUBERNETES
 
 
 def test_the_charts_definition_is_the_one_that_the_operator_is_tested_against() -> None:

@@ -144,6 +144,15 @@ async def test_a_namespace_that_is_going_is_no_missing_right(
         await cluster.apply(BODY)
 
 
+async def test_an_apply_that_does_not_fit_the_schema_is_not_tried_for_ever(
+    server: Server, cluster: Cluster
+) -> None:
+    # As the API server words it, and with this code.
+    server.says(500, "failed to create typed patch object (ns/a; v1): .dta: field not declared")
+    with pytest.raises(Invalid, match="field not declared"):
+        await cluster.apply(BODY)
+
+
 async def test_a_server_that_asks_for_patience_is_quoted(server: Server, cluster: Cluster) -> None:
     server.answer = lambda request: web.json_response(
         {"message": "slow down"}, status=429, headers={"Retry-After": "7"}

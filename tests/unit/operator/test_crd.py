@@ -53,11 +53,12 @@ async def test_only_a_newer_definition_is_written(
     assert bool((await brought(present, shipped)).writes()) == written
 
 
-async def test_without_the_right_to_write_it_a_person_is_told_what_to_do(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("verb", ["get", "apply"])
+async def test_without_the_right_to_read_or_write_it_a_person_is_told_what_to_do(
+    caplog: pytest.LogCaptureFixture, verb: str
 ) -> None:
     api = FakeCluster()
-    api.refuse(verb="apply", kind="CustomResourceDefinition", error=Refused("forbidden"))
+    api.refuse(verb=verb, kind="CustomResourceDefinition", error=Refused("forbidden"))
     with caplog.at_level(logging.WARNING):
         await crd.bring_up_to_date(cast("Cluster", api), definition("1"))
     assert "kubectl apply" in caplog.records[0].__dict__["remedy"]

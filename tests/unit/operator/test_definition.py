@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from servingfleet_operator import names
+from servingfleet_operator import names, sidecar
 from servingfleet_operator.conditions import BAD_WHEN_TRUE, CONDITIONS
 from servingfleet_operator.replicas import State
 from servingfleet_operator.status import MOST_REPLICAS
@@ -67,6 +68,13 @@ def test_every_state_of_a_replica_is_explained() -> None:
 def test_the_condition_of_bad_polarity_is_named() -> None:
     description = STATUS["properties"]["conditions"]["description"]
     assert all(kind in description for kind in BAD_WHEN_TRUE)
+
+
+def test_the_least_memory_of_a_relay_lets_its_worker_be_limited_below_it() -> None:
+    resources = SPEC["properties"]["relay"]["properties"]["resources"]["properties"]
+    [rule] = resources["memory"]["x-kubernetes-validations"]
+    [least] = re.findall(r"'(\d+)Mi'", rule["rule"])
+    assert int(least) >= sidecar.LEAST_WORKER_MIB + sidecar.SUPERVISOR_MIB
 
 
 def test_the_definition_is_small_enough_for_a_plain_kubectl_apply() -> None:

@@ -105,7 +105,7 @@ async def test_the_same_is_not_told_again_for_five_minutes(rig: Rig) -> None:
         await rig.post()
         rig.now += QUIET_S / 60
     assert len(rig.api.writes()) == 1
-    assert rig.counted("held back") == 49
+    assert rig.counted("held_back") == 49
 
 
 async def test_another_reason_or_fleet_is_told_at_once(rig: Rig) -> None:

@@ -44,7 +44,7 @@ def test_silence_of_the_api_server_makes_it_unhealthy_and_an_answer_heals_it(wor
     assert world.health.healthy()[0]
 
 
-def test_it_is_ready_with_a_certificate_whatever_the_api_server_does(world: World) -> None:
+def test_it_is_ready_once_the_webhook_can_answer_whatever_the_api_server_does(world: World) -> None:
     assert not world.health.ready()[0]
     world.serving = True
     world.now = SILENCE_S * 10

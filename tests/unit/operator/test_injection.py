@@ -96,6 +96,7 @@ def test_the_relay_is_told_what_the_engine_s_command_line_says() -> None:
         "--label=pool=main",
         "--label=pod=$(POD_NAME)",
         "--label=node=$(NODE_NAME)",
+        "--metrics-port=-1",
         "--scheduler=demo-relays.serving.svc:7070",
         "--scheduler-ca-file=/var/run/servingfleet/ca.crt",
         "--scheduler-name=demo-scheduler.serving.svc",
@@ -130,9 +131,12 @@ def test_the_relay_takes_every_argument_that_it_is_given(
         arguments = relay_of(injected(target, fleet(access=access)))["args"]
         for name, value in fields.items():
             arguments = [each.replace(f"$({name})", value) for each in arguments]
-        result = CliRunner().invoke(
-            command.main, arguments, env={"SERVINGFLEET_RELAY_REPLICA": "uid-1"}
-        )
+        # The second as the kubelet sets it for a Service of that name.
+        environment = {
+            "SERVINGFLEET_RELAY_REPLICA": "uid-1",
+            "SERVINGFLEET_RELAY_METRICS_PORT": "tcp://10.0.0.1:9090",
+        }
+        result = CliRunner().invoke(command.main, arguments, env=environment)
         assert result.exit_code == 0, result.output
     assert len(started) == 2
 
@@ -326,8 +330,13 @@ def test_a_container_that_the_pool_names_and_the_pod_lacks_is_told() -> None:
 
 
 def test_no_sidecar_is_added_where_it_would_be_an_init_container_that_never_ends() -> None:
-    assert refusal(vllm(), kubernetes=(1, 28)) == Reason.KUBERNETES_TOO_OLD
-    assert isinstance(inject(vllm(), FLEET, FLEET.pools[0], SETTINGS, kubernetes=(2, 0)), dict)
+    assert refusal(vllm(), kubernetes=(1, 29)) == Reason.KUBERNETES_TOO_OLD
+    for version in ((1, 30), (2, 0)):
+        assert isinstance(inject(vllm(), FLEET, FLEET.pools[0], SETTINGS, kubernetes=version), dict)
+
+
+def test_a_version_that_could_not_be_read_is_no_old_one() -> None:
+    assert isinstance(inject(vllm(), FLEET, FLEET.pools[0], SETTINGS, kubernetes=(0, 0)), dict)
 
 
 def test_an_image_that_the_operator_does_not_allow_is_not_run() -> None:

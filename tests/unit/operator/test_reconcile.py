@@ -10,20 +10,22 @@ from typing import Any, cast
 
 import pytest
 
-from servingfleet_operator import names, process
+from servingfleet_operator import names
 from servingfleet_operator.asking import Asking
 from servingfleet_operator.certificates import Certificates
 from servingfleet_operator.children import Children, Leftover
 from servingfleet_operator.cluster import Cluster
-from servingfleet_operator.errors import Refused, Unreachable
+from servingfleet_operator.errors import NotFound, Refused, Unreachable
 from servingfleet_operator.events import Events
-from servingfleet_operator.kinds import POD_MONITOR, kind_of
+from servingfleet_operator.injection import inject
+from servingfleet_operator.kinds import DEPLOYMENT, POD_MONITOR, kind_of
 from servingfleet_operator.metrics import Metrics
 from servingfleet_operator.pki import Plan
 from servingfleet_operator.pods import Observer
 from servingfleet_operator.reconcile import RESYNC_S, TROUBLE_S, Reconciler
-from servingfleet_operator.reports import Tokens
+from servingfleet_operator.reports import Answers, Tokens
 from servingfleet_operator.shared import SharedObjects
+from servingfleet_operator.statuses import Statuses
 from servingfleet_operator.store import (
     Key,
     Store,
@@ -32,7 +34,10 @@ from servingfleet_operator.store import (
     keep_pod,
     keep_policy,
 )
+from servingfleet_operator.upgrades import LOOK_S, PATIENCE_S, SETTLE_S
+from servingfleet_operator.webhook import Webhook
 
+from . import pods
 from .api import FakeCluster, Object
 from .pods import SETTINGS, pod, selector
 
@@ -73,7 +78,13 @@ class Rig:
             certificates=self.certificates,
             observer=Observer(SETTINGS, (1, 34)),
             asking=asking,
-            events=Events(cluster, metrics, reporter="r", clock=lambda: self.now, today=self.today),
+            statuses=Statuses(
+                cluster,
+                self.store,
+                Events(cluster, metrics, reporter="r", clock=lambda: self.now, today=self.today),
+                metrics,
+                self.today,
+            ),
             metrics=metrics,
             leads=lambda: self.api.leads,
             term=lambda: self.term,
@@ -152,6 +163,22 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
+
+
+def scheduler_pod() -> Object:
+    """A scheduler of the fleet demo that is ready."""
+    labels = names.scheduler_selector("demo")
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "demo-scheduler-a", "namespace": "serving", "labels": labels},
+        "spec": {},
+        "status": {
+            "phase": "Running",
+            "podIP": "192.0.2.1",
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
 
 
 async def test_a_new_fleet_gets_its_children_and_a_status(rig: Rig) -> None:
@@ -552,6 +579,36 @@ async def test_pods_are_sent_to_the_webhook_once_a_pod_of_the_newest_scheduler_i
     assert entries(rig) == [names.webhook("demo", "serving")], "what was proven stays so"
 
 
+async def test_a_replica_that_leads_next_believes_a_rollout_that_was_finished_once(
+    rig: Rig,
+) -> None:
+    rig.apply_fleet()
+    await rig.reconcile()
+    running(rig, availableReplicas=0)
+    deployment = rig.get("Deployment", "demo-scheduler")
+    condition = {"type": "Progressing", "status": "True", "reason": "NewReplicaSetAvailable"}
+    status = {**deployment["status"], "conditions": [condition]}
+    rig.api.put({**deployment, "status": status})
+    rig.term = 2
+    rig.watch()
+    await rig.reconcile()
+    assert rig.reconciler.shared()[0].injects
+    # Of an earlier revision it would say nothing.
+    rig.api.put({**deployment, "status": {**status, "observedGeneration": 0}})
+    rig.term = 3
+    rig.watch()
+    await rig.reconcile()
+    assert not rig.reconciler.shared()[0].injects
+
+
+async def test_a_monitor_whose_kind_has_gone_keeps_nothing_from_being_done(rig: Rig) -> None:
+    rig.api.served.add(POD_MONITOR.plural)
+    rig.apply_fleet(scheduler={"podMonitor": True})
+    rig.api.refuse(verb="apply", kind="PodMonitor", error=NotFound("404 page not found"))
+    await rig.reconcile()
+    assert rig.condition("Reconciled")["status"] == "True"
+
+
 async def test_a_new_relay_image_is_to_be_proven_anew(rig: Rig) -> None:
     rig.apply_fleet()
     await rig.reconcile()
@@ -618,7 +675,7 @@ async def test_shared_objects_that_the_chart_did_not_make_are_not_made_either(
     missing = [
         line.__dict__["object"] for line in caplog.records if line.message == "object missing"
     ]
-    assert missing == ["servingfleet-inject", "servingfleet-scheduler"], "each is told once"
+    assert sorted(missing) == ["servingfleet-inject", "servingfleet-scheduler"], "told once each"
 
 
 async def test_the_authority_of_a_fleet_that_is_gone_is_removed_and_no_other(rig: Rig) -> None:
@@ -643,12 +700,137 @@ async def test_the_webhook_s_certificate_is_made_once_and_told_each_time(rig: Ri
     assert served == rig.plans[1].certificates
 
 
-def test_a_change_of_a_child_s_status_alone_raises_no_suspicion() -> None:
-    body = {"metadata": {"generation": 1, "resourceVersion": "1", "labels": {}}}
-    other = {"metadata": {"generation": 1, "resourceVersion": "2", "labels": {}}, "status": {}}
-    assert process._same_but_for_status(body, other)
-    assert not process._same_but_for_status(body, None)
-    other["metadata"]["generation"] = 2
-    assert not process._same_but_for_status(body, other)
-    plain = {"metadata": {"resourceVersion": "1"}}
-    assert not process._same_but_for_status(plain, {"metadata": {"resourceVersion": "2"}})
+async def test_a_spec_that_changed_while_a_status_was_written_is_left_for_the_watch_to_find(
+    rig: Rig,
+) -> None:
+    rig.apply_fleet()
+    await rig.reconcile()
+    changed = rig.get(names.KIND, "demo")
+    changed["spec"]["scheduler"] = {"replicas": 3}
+    changed["metadata"]["generation"] = 2
+    rig.api.put(changed)
+    started = pod() | {"apiVersion": "v1", "kind": "Pod", "status": {"phase": "Running"}}
+    rig.store.pods.put(keep_pod(rig.api.put(started)))
+    await rig.reconciler.reconcile(DEMO)
+    assert ("apply", names.KIND, "demo") in rig.api.writes()
+    assert rig.store.fleets.put(keep_fleet(rig.get(names.KIND, "demo"))), "the watch finds it new"
+    rig.reconciler.distrust(DEMO)
+    await rig.reconcile()
+    assert rig.get("Deployment", "demo-scheduler")["spec"]["replicas"] == 3
+
+
+async def test_a_new_leader_says_nothing_until_the_schedulers_have_answered_it(rig: Rig) -> None:
+    rig.apply_fleet()
+    rig.api.put(scheduler_pod())
+    await rig.reconcile()
+    running(rig, readyReplicas=2)
+    said = rig.reconciler._asking._answers
+    said[DEMO] = Answers((), ("demo-scheduler-a: no answer",))
+    await rig.reconcile()
+    before = rig.status()
+    assert rig.condition("Ready")["reason"] == "SchedulerNotAnswering"
+    said.clear()
+    rig.term = 2
+    rig.now += 60
+    await rig.reconcile()
+    assert rig.status() == before
+
+
+async def test_a_fleet_in_trouble_is_not_sent_anew_at_each_look(rig: Rig) -> None:
+    rig.apply_fleet()
+    rig.api.refuse(verb="apply", kind="Role", error=Refused("roles is forbidden", code=403))
+    for _ in range(3):
+        await rig.reconcile()
+    assert rig.api.writes() == [("apply", "Role", "demo-client")]
+    rig.now += TROUBLE_S
+    await rig.reconcile()
+    assert len(rig.api.writes()) > 5, "but now and then"
+
+
+async def test_two_operators_do_not_overwrite_each_other_for_ever(rig: Rig) -> None:
+    rig.apply_fleet()
+    await rig.reconcile()
+    # Both found nothing; the other was the later one. What it labelled is gone for this one's watch.
+    deployment = rig.get("Deployment", "demo-scheduler")
+    deployment["metadata"]["labels"][names.OPERATOR_LABEL] = "other.release"
+    rig.store.children[DEPLOYMENT].remove(keep_child(rig.api.put(deployment)))
+    assert await rig.reconcile() == RESYNC_S
+    assert rig.api.writes() == []
+
+
+def outdated_pod() -> Object:
+    """A pod that serves with an earlier relay."""
+    earlier = pods.fleet()
+    made = inject(pod(), earlier, earlier.pools[0], SETTINGS)
+    assert isinstance(made, dict)
+    made["metadata"] |= {"uid": "u-pod", "resourceVersion": "1"}
+    conditions = [{"type": "Ready", "status": "True"}]
+    made |= {"kind": "Pod", "apiVersion": "v1"}
+    return made | {"status": {"phase": "Running", "conditions": conditions}}
+
+
+async def test_a_relay_that_a_policy_puts_back_is_told_until_it_is_not(rig: Rig) -> None:
+    rig.apply_fleet(relay={"inPlaceUpgrade": True, "image": "registry.example/relay:2"})
+    rig.api.put(outdated_pod())
+    rig.watch()
+    sent, told = [], []
+    for passed_s in (0.0, SETTLE_S, LOOK_S, PATIENCE_S, LOOK_S):
+        rig.now += passed_s
+        await rig.reconcile()
+        sent.append(("patch", "Pod", "vllm-0") in rig.api.calls)
+        told.append(rig.condition("Reconciled")["reason"] == "RelayUpgradeUndone")
+    assert sent == [True, False, False, True, False]
+    assert told == [False, True, True, True, True]
+
+
+async def test_a_pod_that_went_before_its_relay_was_replaced_keeps_no_status_from_being_written(
+    rig: Rig,
+) -> None:
+    rig.apply_fleet(relay={"inPlaceUpgrade": True, "image": "registry.example/relay:2"})
+    await rig.reconcile()
+    rig.store.pods.put(keep_pod(outdated_pod()))
+    assert await rig.reconcile() == LOOK_S
+    assert ("patch", "Pod", "vllm-0") in rig.api.calls
+    assert ("apply", names.KIND, "demo") in rig.api.calls
+
+
+async def test_a_damaged_certificate_of_the_webhook_is_made_anew(rig: Rig) -> None:
+    await rig.shared.reconcile()
+    secret = rig.get("Secret", rig.certificates.webhook_secret, "ops")
+    secret["data"]["tls.crt"] = base64.b64encode(b"damaged").decode()
+    await rig.shared.reconcile()
+    webhook = Webhook(SETTINGS, lambda *_: None, lambda: (1, 34), Metrics())
+    mended = await rig.certificates.served()
+    assert mended is not None
+    webhook.use(mended)
+    assert webhook.serving
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("apply", "MutatingWebhookConfiguration"), ("get", "Secret")]
+)
+async def test_what_is_refused_of_the_shared_objects_keeps_the_others_from_nothing(
+    rig: Rig, verb: str, kind: str
+) -> None:
+    hooks(rig)
+    rig.api.put(
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": "servingfleet-scheduler"},
+        }
+    )
+    rig.apply_fleet()
+    rig.apply_fleet("gone")
+    await rig.reconcile(Key("serving", "gone"))
+    await rig.reconcile()
+    running(rig)
+    await rig.reconcile()
+    rig.store.fleets.remove(rig.api.put(rig.get(names.KIND, "gone")))
+    rig.api.refuse(verb=verb, kind=kind, error=Refused("no"))
+    with pytest.raises(Refused):
+        await rig.shared.reconcile()
+    binding = rig.get("ClusterRoleBinding", "servingfleet-scheduler", "")
+    assert [each["name"] for each in binding["subjects"]] == ["demo-scheduler"]
+    authority = names.ca_secret("servingfleet", "gone", "serving")
+    assert ("Secret", "ops", authority) not in rig.api.objects

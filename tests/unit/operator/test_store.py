@@ -137,6 +137,18 @@ def test_a_spec_that_can_t_be_read_concerns_that_fleet_alone() -> None:
     assert [each.name for each in store.readable_fleets()] == ["b"]
 
 
+def test_what_was_read_of_fleets_that_are_gone_is_not_kept() -> None:
+    store = Store()
+    for number in range(10):
+        body = fleet(2 * number + 1)
+        body["metadata"]["name"] = f"f{number}"
+        store.fleets.put(body)
+        assert store.fleet(key_of(body)) is not None
+        body["metadata"]["resourceVersion"] = str(2 * number + 2)
+        store.fleets.remove(body)
+    assert len(store._parsed) <= 1
+
+
 def test_a_new_generation_is_read_anew() -> None:
     store = Store()
     store.fleets.put(fleet(1, spec={}))

@@ -14,6 +14,7 @@ from servingfleet_operator.upgrades import PATIENCE_S, SETTLE_S, Patched, step
 from . import pods
 
 NEW = "registry.example/relay:2"
+PATCH = {"spec": {"initContainers": [{"name": RELAY_CONTAINER, "image": NEW}]}}
 
 
 def a_fleet(*, in_place: bool = True, image: str = NEW) -> Fleet:
@@ -47,7 +48,7 @@ def test_the_first_outdated_pod_is_replaced_alone() -> None:
     running = [a_pod("b", OLD), a_pod("a", OLD), a_pod("c", NEW)]
     found = step(a_fleet(), running, pods.SETTINGS, None, 0.0)
     assert found.pod is running[1]
-    assert found.patch == {"spec": {"initContainers": [{"name": RELAY_CONTAINER, "image": NEW}]}}
+    assert found.patch == PATCH
     assert found.waiting
 
 
@@ -57,14 +58,14 @@ def test_the_first_outdated_pod_is_replaced_alone() -> None:
 )
 def test_the_next_waits_until_the_last_is_back(ready: bool, age_s: float, goes_on: bool) -> None:
     running = [a_pod("a", NEW, ready=ready), a_pod("b", OLD)]
-    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 100.0), 100.0 + age_s)
+    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 100.0, PATCH), 100.0 + age_s)
     assert (found.pod is running[1]) == goes_on
     assert found.waiting
 
 
 def test_a_pod_that_does_not_come_back_stops_it_and_is_named() -> None:
     running = [a_pod("a", NEW, ready=False), a_pod("b", OLD), a_pod("c", OLD)]
-    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0), PATIENCE_S)
+    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0, PATCH), PATIENCE_S)
     assert found.pod is None
     assert found.trouble is not None
     assert found.trouble.reason == "RelayUpgradeStuck"
@@ -91,5 +92,36 @@ def test_a_pod_that_is_not_ready_is_left_alone() -> None:
 
 def test_a_pod_patched_last_that_is_gone_is_not_waited_for() -> None:
     running = [a_pod("b", OLD)]
-    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0), 1.0)
+    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0, PATCH), 1.0)
     assert found.pod is running[0]
+
+
+def test_a_patch_that_somebody_undoes_is_told_and_not_sent_again_and_again() -> None:
+    running = [a_pod("a", OLD), a_pod("b", OLD)]
+    last = Patched("u-a", 0.0, PATCH)
+    found = step(a_fleet(), running, pods.SETTINGS, last, SETTLE_S - 1)
+    assert (found.pod, found.waiting, found.trouble) == (None, True, None), "the watch may be late"
+    found = step(a_fleet(), running, pods.SETTINGS, last, SETTLE_S)
+    assert (found.pod, found.waiting) == (None, False)
+    assert found.trouble is not None
+    assert found.trouble.reason == "RelayUpgradeUndone"
+    assert "pod a" in found.trouble.message
+
+
+def test_a_patch_that_was_undone_is_tried_again_later_and_told_meanwhile() -> None:
+    running = [a_pod("a", OLD)]
+    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0, PATCH), PATIENCE_S)
+    assert found.pod is running[0]
+    assert found.trouble is not None
+    again = Patched("u-a", PATIENCE_S, PATCH, undone=True)
+    found = step(a_fleet(), running, pods.SETTINGS, again, PATIENCE_S + 1)
+    assert found.pod is None
+    assert found.trouble is not None
+
+
+def test_another_image_is_no_undone_patch() -> None:
+    running = [a_pod("a", OLD)]
+    other = {"spec": {"initContainers": [{"name": RELAY_CONTAINER, "image": "earlier"}]}}
+    found = step(a_fleet(), running, pods.SETTINGS, Patched("u-a", 0.0, other), 1.0)
+    assert found.pod is running[0]
+    assert found.trouble is None

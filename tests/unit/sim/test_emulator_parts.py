@@ -28,7 +28,15 @@ from servingfleet_sim.emulator.steps import Work
 
 A, B = bytes(range(32)), bytes(range(32, 64))
 EVENTS: list[Event] = [
-    Stored((A, B), None, (1, 2, 3, 4), 2, extra_keys=(("lora", "salt"), ("lora",)), adapter="lora"),
+    Stored(
+        (A, B),
+        None,
+        (1, 2, 3, 4),
+        2,
+        extra_keys=(("lora", "salt"), ("lora",)),
+        adapter="lora",
+        adapter_number=1,
+    ),
     Removed((A,)),
     Stored((B,), None, (), 0, CPU, described=False),
     Cleared(),
