@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from . import building, control_plane, node, place
 from .building import Say
 from .daemons import Daemons
-from .place import Mode, Place
+from .place import InUse, Mode, Place
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ def destroy(where: Place) -> None:
 
 
 def sweep(say: Say) -> None:
-    """Destroys what killed test runs have left."""
-    for where in place.abandoned():
-        say(f"cluster: removing {where.name}, whose process has ended")
-        destroy(where)
+    """Destroys what killed test runs have left: private clusters that nobody holds."""
+    with place.table():
+        for where in place.known():
+            if where.private:
+                with contextlib.suppress(InUse), place.held(where):
+                    say(f"cluster: removing {where.name}, whose process has ended")
+                    destroy(where)
 
 
 def _built(mode: Mode) -> bool:

@@ -84,31 +84,28 @@ def named(mode: Mode, name: str) -> Place:
     """The kept cluster of that name, which need not exist yet."""
     folder = building.home() / "run" / f"{mode}-{name}"
     file = folder / "place.json"
-    with _table():
+    with table():
         if file.exists():
             return _read(folder)
         return _make(folder, mode, private=False)
 
 
-def private(mode: Mode) -> Place:
-    """A new cluster for this process alone."""
-    with _table():
-        return _make(building.home() / "run" / f"{mode}-p{os.getpid()}", mode, private=True)
+@contextlib.contextmanager
+def private(mode: Mode) -> Iterator[Place]:
+    """A new cluster for this process alone, held from its first moment."""
+    with contextlib.ExitStack() as stack:
+        with table():
+            made = _make(building.home() / "run" / f"{mode}-p{os.getpid()}", mode, private=True)
+            stack.enter_context(held(made))
+        yield made
 
 
 def known() -> list[Place]:
     """All clusters that left a trace."""
-    files = (building.home() / "run").glob("*/place.json")
-    return [_read(file.parent) for file in sorted(files)]
-
-
-def abandoned() -> list[Place]:
-    """Private clusters whose process has ended."""
     found = []
-    for place in known():
-        if place.private:
-            with contextlib.suppress(InUse), held(place):
-                found.append(place)
+    for file in sorted((building.home() / "run").glob("*/place.json")):
+        with contextlib.suppress(FileNotFoundError):  # removed in this moment
+            found.append(_read(file.parent))
     return found
 
 
@@ -151,8 +148,8 @@ def _read(folder: Path) -> Place:
 
 
 @contextlib.contextmanager
-def _table() -> Iterator[None]:
-    """One process at a time makes clusters."""
+def table() -> Iterator[None]:
+    """One process at a time makes clusters, or clears away those that nobody holds."""
     (building.home() / "run").mkdir(parents=True, exist_ok=True)
     with (building.home() / "run.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

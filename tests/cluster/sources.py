@@ -104,10 +104,12 @@ def _own(mode: Mode, say: Say) -> Iterator[Cluster]:
         raise NoCluster(f"a cluster of our own ({mode}) needs more: {lacking}")
     own.sweep(say)
     name = os.environ.get(NAME, "")
-    where = place.named(mode, name) if name else place.private(mode)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(place.held(where))
-        if where.private:
+        if name:
+            where = place.named(mode, name)
+            stack.enter_context(place.held(where))
+        else:
+            where = stack.enter_context(place.private(mode))
             stack.callback(own.destroy, where)
         started = own.start(where, say)
         api = stack.enter_context(connected(where.kubeconfig))

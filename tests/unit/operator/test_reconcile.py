@@ -593,9 +593,15 @@ async def test_a_replica_that_leads_next_believes_a_rollout_that_was_finished_on
     rig.watch()
     await rig.reconcile()
     assert rig.reconciler.shared()[0].injects
+    going_on = [{**condition, "reason": "ReplicaSetUpdated"}]
+    rig.api.put({**deployment, "status": {**status, "conditions": going_on}})
+    rig.term = 3
+    rig.watch()
+    await rig.reconcile()
+    assert not rig.reconciler.shared()[0].injects
     # Of an earlier revision it would say nothing.
     rig.api.put({**deployment, "status": {**status, "observedGeneration": 0}})
-    rig.term = 3
+    rig.term = 4
     rig.watch()
     await rig.reconcile()
     assert not rig.reconciler.shared()[0].injects
