@@ -24,6 +24,7 @@ from .load import EngineHttp, learn_model, watch_engine
 from .metrics import RelayCollector, serve
 from .options import (
     BadOption,
+    check_events,
     check_identity,
     check_memory,
     checked,
@@ -34,6 +35,7 @@ from .options import (
     targets,
 )
 from .pipeline import Pipeline, Status
+from .pull import Puller
 from .settings import PipelineSettings, RelaySettings, messages_within, units_within
 from .stream import Links
 from .tap import Replays, Tap
@@ -53,10 +55,14 @@ class _Stopped(Exception):
 @click.option(
     "--engine-events",
     multiple=True,
-    required=True,
     help="Event socket of rank 0, tcp://host:port (rank r: port + r); or once for each rank.",
 )
 @click.option("--engine-replay", multiple=True, help="Replay socket likewise. None: no replay.")
+@click.option(
+    "--pull",
+    is_flag=True,
+    help="No event sockets: pull the events from --engine-http (TensorRT-LLM). One reader only.",
+)
 @click.option("--engine-bind", is_flag=True, help="Bind the event socket: the engine connects.")
 @click.option(
     "--engine",
@@ -126,6 +132,7 @@ def main(
     model: str,
     engine_events: tuple[str, ...],
     engine_replay: tuple[str, ...],
+    pull: bool,
     engine_bind: bool,
     engine: str,
     hybrid: bool,
@@ -160,7 +167,10 @@ def main(
         check_identity(scheduler_ca_file, scheduler_name, token_file)
         check_memory(worker_memory_mib, supervise=supervise)
         numbers = tuple(range(first_rank, first_rank + ranks))
-        sockets = rank_sockets(numbers, engine_events, engine_replay, bind=engine_bind)
+        check_events(engine_events, engine_http, pull=pull, unit=engine_block_tokens)
+        sockets = (
+            () if pull else rank_sockets(numbers, engine_events, engine_replay, bind=engine_bind)
+        )
         if not model and not engine_http:
             raise BadOption("neither --model nor --engine-http is given: the model is unknown")
         settings = RelaySettings(
@@ -192,6 +202,7 @@ def main(
             host_unit_tokens=host_unit_tokens,
             layer_groups=layer_groups(layer_group),
             replay=bool(engine_replay),
+            pull=pull,
             max_units=units_within(worker_memory_mib, ranks),
         )
         if canary and not engine_http:
@@ -282,6 +293,8 @@ async def _relay(
     group.create_task(links.run(), name="links")
     group.create_task(_tick(settings, pipeline, collector), name="ticks")
     if engine is not None:
+        if pipeline_settings.pull:
+            group.create_task(Puller(engine, settings, pipeline).run(), name="event puller")
 
         def failed() -> None:
             collector.scrapes_failed += 1

@@ -26,6 +26,9 @@ from .adapters.events import Doubt, Dropped, EngineProfile, Group, Stored
 from .settings import LayerGroup
 
 MAX_LANES = 64
+CHUNKED = (
+    "layers that look back to the start of a chunk are read as if they looked back a whole one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,15 @@ class Lane:
         return f"{tier} {kind}, group {self.group}, unit {self.unit_tokens}"
 
 
+@dataclass(frozen=True, slots=True)
+class Used:
+    """The unit that one life of the engine used in a lane, in tokens."""
+
+    tokens: int
+    firm: bool
+    """Several were stored in a row: it is no part of a larger one."""
+
+
 class Lanes:
     """The lanes of one replica, shared by its ranks."""
 
@@ -58,19 +70,26 @@ class Lanes:
         engine_block_tokens: int = 0,
         host_unit_tokens: int = 0,
         layer_groups: Sequence[LayerGroup] = (),
+        less_units: int = 0,
     ) -> None:
         self.engine = profile
         self.version = 0
         """Rises whenever the profile that schedulers know is out of date."""
         self._block_tokens = block_tokens
         self._configured_unit = engine_block_tokens
+        self._told_unit = 0
         self._host_unit = host_unit_tokens
+        self._less_units = less_units
         self._classes: dict[int, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._gpu_blocks = 0
         self._gpu_tokens = 0
         self._key_forms: dict[int, bool] = {}
+        self.bounded = ""
+        """Why more may be reused than is held by what we know of the layers. "": it may not."""
         self._hybrid = False
+        self._lookahead = False
+        self._declared: dict[int, LayerGroup] = {}
         self._adapters_proven = not profile.adapters_since
         self._separates_adapters = True
         self._separates_salts = True
@@ -80,10 +99,10 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
 
-    def of_store(self, event: Stored, units: Mapping[int, int]) -> Lane | Dropped:
+    def of_store(self, event: Stored, units: Mapping[int, Used]) -> Lane | Dropped:
         """The lane of a store, declared if it is new; or why it has none.
 
-        `units`: tokens of a unit by lane number, as this life of the engine has used them.
+        `units`: the unit of each lane, by its number, as this life of the engine has used it.
         """
         group = event.group.index or 0
         refusal = self._learn_class(event, group)
@@ -94,14 +113,11 @@ class Lanes:
         if isinstance(unit, Dropped):
             return unit
         if known is not None:
-            used = units.get(known.number, unit)
-            if unit != used:
-                partial = unit < used and event.single and not self.engine.fixed_unit
-                return Dropped(
-                    "partial_block" if partial else "block_size",
-                    f"{known.name}: a block of {unit} tokens; so far {used}",
-                    Doubt.QUARANTINED if self.engine.fixed_unit else Doubt.INCOMPLETE,
-                )
+            used = units.get(known.number, Used(unit, firm=True))
+            # What came first may have been parts of a block, each alone.
+            parts = unit > used.tokens and not used.firm and not self.engine.fixed_unit
+            if unit != used.tokens and not parts:
+                return self._other_unit(event, known.name, used.tokens)
             if known.unit_tokens == unit:
                 return known
         if known is None and len(self._lanes) >= MAX_LANES:
@@ -122,6 +138,22 @@ class Lanes:
         if (adapters, salts) != (self._separates_adapters, self._separates_salts):
             self._separates_adapters, self._separates_salts = adapters, salts
             self.version += 1
+
+    def unit(self, tokens: int, *, certain: bool) -> None:
+        """The engine says how many tokens its block holds. `certain`: its events must say so, too."""
+        self._told_unit = tokens
+        if certain:
+            self._configured_unit = self._configured_unit or tokens
+
+    @property
+    def gpu_unit(self) -> int:
+        """Tokens of a block on the GPU: of its largest layer group. 0: not known yet."""
+        units = [lane.unit_tokens for lane in self._lanes.values() if lane.tier == TIER_GPU]
+        return max(units, default=self._configured_unit or self._told_unit)
+
+    def gpu_capacity(self) -> tuple[int, int]:
+        """Blocks and tokens of the engine's GPU cache, as it says. 0: it doesn't."""
+        return self._gpu_blocks, self._gpu_tokens
 
     def release(self, version: str) -> None:
         """The engine says which release it is."""
@@ -146,6 +178,12 @@ class Lanes:
         """From here on nothing that is stored is certain to be resumable."""
         if not self._hybrid:
             self._hybrid = True
+            self.version += 1
+
+    def set_lookahead(self) -> None:
+        """Hashes cover tokens after their block, too: the last block of a match may be of another continuation."""
+        if not self._lookahead:
+            self._lookahead = True
             self.version += 1
 
     def of_keys(self, rank: int, pairs: bool) -> Dropped | None:
@@ -185,6 +223,10 @@ class Lanes:
             lane.number for lane in self._lanes.values() if wanted is None or lane.tier in wanted
         ]
 
+    def expected(self) -> set[int]:
+        """Numbers of lanes whose upper bound is expected."""
+        return {lane.number for lane in self if self._upper_in_predicted(lane.tier)}
+
     def message(self) -> Profile:
         """What schedulers are told."""
         attention_only = all(c == STATE_CLASS_ATTENTION for c, _ in self._classes.values())
@@ -202,9 +244,7 @@ class Lanes:
                         if lane.tier == TIER_GPU
                         else 0
                     ),
-                    upper_in_predicted=(
-                        self.engine.tiers[lane.tier].upper_in_predicted and not self._hybrid
-                    ),
+                    upper_in_predicted=self._upper_in_predicted(lane.tier),
                 )
                 for lane in self._lanes.values()
             ],
@@ -217,6 +257,7 @@ class Lanes:
                         if traits.whole_prompt and attention_only
                         else TierRule.CAP_PROMPT_MINUS_ONE
                     ),
+                    less_units=self._less(tier),
                     extends=True,
                 )
                 for tier, traits in self.engine.tiers.items()
@@ -226,11 +267,20 @@ class Lanes:
             salts_separated=self._separates_salts,
         )
 
+    def _less(self, tier: int) -> int:
+        """Units that a match on the GPU is shorter by than what is held."""
+        return max(self._less_units, int(self._lookahead)) if tier == TIER_GPU else 0
+
+    def _upper_in_predicted(self, tier: int) -> bool:
+        ahead = self._lookahead and tier == TIER_GPU
+        return (self.engine.tiers[tier].upper_in_predicted or ahead) and not self._hybrid
+
     def _expect(self, index: int, group: LayerGroup) -> None:
         """Declares a group that the engine is known to have. Events that say otherwise are held against the stream."""
         learned = self._class_of(group.kind, group.window_tokens)
         if learned is not None:
             self._classes[index] = learned
+            self._declared[index] = group
             lane = Lane(
                 len(self._lanes), TIER_GPU, learned[0], index, learned[1], group.unit_tokens
             )
@@ -239,7 +289,7 @@ class Lanes:
     def _class_of(self, kind: str | None, window: int) -> tuple[int, int] | None:
         if kind in self.engine.attention_kinds:
             return STATE_CLASS_ATTENTION, 0
-        if kind in self.engine.window_kinds and window:
+        if kind in (*self.engine.window_kinds, *self.engine.chunked_kinds) and window:
             return STATE_CLASS_WINDOW, window
         if kind in self.engine.recurrent_kinds:
             return STATE_CLASS_RECURRENT, 0
@@ -248,27 +298,40 @@ class Lanes:
     def _learn_class(self, event: Stored, group: int) -> Dropped | None:
         kind, window = event.group.kind, event.group.window_tokens
         known = self._classes.get(group)
+        if kind in self.engine.chunked_kinds and group in self._declared:
+            window = self._declared[group].window_tokens
+            self.bounded = CHUNKED
         if kind is None:
             if known is not None:
                 return None
             if not event.unit_tokens:
-                return Dropped("group_unknown", f"placeholder of group {group}", Doubt.INCOMPLETE)
+                return Dropped(
+                    *("group_unknown", f"placeholder of group_idx {group}", Doubt.INCOMPLETE),
+                    _scope(event.tier),
+                )
             if group:
                 # Releases 0.20 and 0.21 number the groups and do not say what they are.
-                return Dropped(
-                    "group_unsupported", f"group {group} does not say its kind", Doubt.UNTRUSTED
-                )
+                detail = f"group_idx {group} without a kv_cache_spec_kind"
+                return Dropped("group_unsupported", detail, Doubt.UNTRUSTED)
         learned = self._class_of(kind, window)
+        seen = f"group_idx {group}: kv_cache_spec_kind {kind!a:.40}, kv_cache_spec_sliding_window {window}"
         if learned is None:
-            return Dropped(
-                "group_unsupported",
-                f"group {group} is {kind!a:.40}, window {window}",
-                Doubt.UNTRUSTED,
-            )
+            return Dropped("group_unsupported", seen, Doubt.UNTRUSTED)
         if known is not None and known != learned:
-            return Dropped("group_changed", f"group {group} became {kind!a:.40}", Doubt.QUARANTINED)
+            was = StateClass.Name(known[0]).removeprefix("STATE_CLASS_").lower()  # type: ignore[arg-type]
+            return Dropped("group_changed", f"{seen}; so far {was}, {known[1]}", Doubt.QUARANTINED)
         self._classes[group] = learned
         return None
+
+    def _other_unit(self, event: Stored, where: str, expected: int) -> Dropped:
+        unit = self._stated_unit(event)
+        partial = unit < expected and event.single and not self.engine.fixed_unit
+        return Dropped(
+            "partial_block" if partial else "block_size",
+            f"{where}: block_size {unit}; expected {expected}",
+            Doubt.INCOMPLETE if partial else Doubt.QUARANTINED,
+            _scope(event.tier),
+        )
 
     def _stated_unit(self, event: Stored) -> int:
         return self._host_unit if self._host_unit and event.tier != TIER_GPU else event.unit_tokens
@@ -279,23 +342,29 @@ class Lanes:
             gpu = self._lanes.get((TIER_GPU, group))
             unit = known.unit_tokens if known else self._host_unit or (gpu and gpu.unit_tokens)
             return unit or Dropped(
-                "unit_unknown", "a placeholder before any block of known size", Doubt.INCOMPLETE
+                *("unit_unknown", "a placeholder before any block of known size", Doubt.INCOMPLETE),
+                _scope(event.tier),
             )
-        if event.tier == TIER_GPU and self._configured_unit not in (0, event.unit_tokens):
-            return Dropped(
-                "block_size",
-                f"blocks of {event.unit_tokens} tokens; configured: {self._configured_unit}",
-                Doubt.QUARANTINED if self.engine.fixed_unit else Doubt.INCOMPLETE,
-            )
+        if event.tier == TIER_GPU:
+            declared = self._declared.get(group)
+            told = declared.unit_tokens if declared else self._configured_unit
+            if told not in (0, event.unit_tokens):
+                return self._other_unit(event, f"group_idx {group}", told)
         unit = self._stated_unit(event)
         if unit % self._block_tokens and self._block_tokens % unit:
             return Dropped(
                 "unit_size",
-                f"units of {unit} tokens are neither multiple nor divisor of the canonical block "
-                f"of {self._block_tokens}: choose another --block-tokens for the fleet",
+                f"block_size {unit} is neither multiple nor divisor of the canonical block "
+                f"of {self._block_tokens} tokens",
                 Doubt.QUARANTINED,
+                _scope(event.tier),
             )
         return unit
+
+
+def _scope(tier: int) -> int:
+    """What is wrong with the GPU's blocks is wrong with the stream."""
+    return 0 if tier == TIER_GPU else tier
 
 
 def _numbers(version: str) -> tuple[int, ...]:

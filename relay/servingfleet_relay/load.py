@@ -233,7 +233,11 @@ async def _identify(engine: EngineHttp, pipeline: Pipeline, clock: Callable[[], 
     except ScrapeFailed as error:
         pipeline.engine_unknown(str(error))
         raise
-    pipeline.engine_found(identity.engine, identity.version, clock())
+    try:
+        pipeline.engine_found(identity.engine, identity.version, clock())
+    except ValueError as error:
+        pipeline.engine_unknown(str(error))
+        raise ScrapeFailed(str(error)) from error
     if identity.event_block_tokens:
         pipeline.engine_unit(identity.event_block_tokens, certain=True)
     return identity

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .pipeline import Status
+from .conformance.standing import Condition
+from .pipeline import RankStatus, Status
 
 STATES = ("live", "history_lost", "unproven", "resyncing", "quarantined")
 # Sizes now; everything else that the pipeline counts only grows.
@@ -43,9 +44,16 @@ class RelayCollector(Collector):
             "Batches, events and turns of the stream.",
             labels=["engine", "kind"],
         )
+        failures = CounterMetricFamily(
+            "servingfleet_relay_invariant_failures",
+            "Times that something did not hold which must hold of a stream (docs/invariants.md).",
+            labels=["engine", "invariant"],
+        )
         for name, value in sorted(status.totals.items()):
             if name.startswith("drop_"):
                 drops.add_metric([engine, name.removeprefix("drop_")], value)
+            elif name.startswith("invariant_"):
+                failures.add_metric([engine, name.removeprefix("invariant_").upper()], value)
             elif not name.startswith("mirror_"):
                 totals.add_metric([engine, name], value)
         scrapes = CounterMetricFamily(
@@ -59,6 +67,11 @@ class RelayCollector(Collector):
             "1 for the state that a rank is in.",
             labels=["rank", "state"],
         )
+        condition = GaugeMetricFamily(
+            "servingfleet_relay_condition",
+            "1 for what a stream, or one of its tiers, is good for.",
+            labels=["rank", "tier", "condition"],
+        )
         applied = GaugeMetricFamily(
             "servingfleet_relay_engine_sequence", "Last batch applied.", labels=["rank"]
         )
@@ -69,6 +82,9 @@ class RelayCollector(Collector):
             label = str(rank.rank)
             for name in STATES:
                 state.add_metric([label, name], float(rank.state == name))
+            for tier, good_for in _conditions(rank).items():
+                for each in Condition:
+                    condition.add_metric([label, tier, each], float(each is good_for))
             if rank.engine_seq is not None:
                 applied.add_metric([label], rank.engine_seq)
             for name in _MIRROR_SIZES:
@@ -79,7 +95,15 @@ class RelayCollector(Collector):
         phases = list(status.links.values())
         for phase in ("closed", "greeted", "open", "broken"):
             links.add_metric([phase], phases.count(phase))
-        yield from (drops, totals, scrapes, state, applied, mirror, links)
+        yield from (drops, totals, failures, scrapes, state, condition, applied, mirror, links)
+
+
+def _conditions(rank: RankStatus) -> dict[str, Condition]:
+    """By tier; "" is the stream, and "unknown" all media that nobody knows."""
+    conditions = {"": rank.condition}
+    for name, (condition, _) in rank.tiers.items():
+        conditions["unknown" if name.startswith("medium ") else name] = condition
+    return conditions
 
 
 def serve(collector: RelayCollector, host: str, port: int) -> int:

@@ -147,3 +147,19 @@ def _is_size(text: str) -> bool:
 
 def _is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 0 < int(text) < 65_536
+
+
+def check_events(events: Sequence[str], engine_http: str, *, pull: bool, unit: int) -> None:
+    """Where the engine's events come from: sockets, or its HTTP server. Raises BadOption."""
+    if not pull:
+        if not events:
+            raise BadOption("--engine-events is missing: the engine's event socket, or --pull")
+        return
+    if events:
+        raise BadOption(
+            "--pull and --engine-events are both given: the engine has one or the other"
+        )
+    if not engine_http:
+        raise BadOption("--pull is given and --engine-http is not: nowhere to pull from")
+    if not unit:
+        raise BadOption("--pull needs --engine-block-tokens, the engine's tokens_per_block")

@@ -6,11 +6,12 @@ Pure: whoever owns the sockets calls in, with the time, and takes what there is 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from servingfleet_protos.v1.common_pb2 import StreamState
+from servingfleet_protos.v1.common_pb2 import StreamState, Tier
 from servingfleet_protos.v1.stream_pb2 import (
     Delta,
     EngineLoad,
@@ -23,6 +24,10 @@ from servingfleet_protos.v1.stream_pb2 import (
 )
 
 from .adapters import registry
+from .adapters.events import Adapter, Doubt
+from .adapters.trtllm_pulled import place_of
+from .conformance.canary import Canary
+from .conformance.standing import Condition, Failure, Finding
 from .lanes import Lanes
 from .outbox import Body, Limits, Outbox, Phase
 from .rank import Rank
@@ -56,6 +61,12 @@ class RankStatus:
     mirror: dict[str, int]
     traits: dict[str, str]
     """How the engine writes its events."""
+    condition: Condition = Condition.LIVE
+    """What the stream as a whole is good for."""
+    tiers: Mapping[str, tuple[Condition, str]] = field(default_factory=dict)
+    """Tiers and media that are not as the stream is, with the reason."""
+    failures: tuple[Failure, ...] = ()
+    """Invariants that failed since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,10 @@ class Pipeline:
     """One replica. Unknown ranks and links raise KeyError; nothing that an engine sends raises."""
 
     def __init__(self, settings: PipelineSettings, now: float) -> None:
-        """Raises ValueError for an engine that nobody wrote an adapter for."""
+        """Raises ValueError for an engine that nobody wrote an adapter for, or that has no events to pull."""
         self._adapter = registry.named(settings.engine)
+        if settings.pull:
+            _check_pull(self._adapter, settings)
         self.settings = settings
         self.on_output: Callable[[], None] = lambda: None
         """Called whenever there may be something to take."""
@@ -99,6 +112,8 @@ class Pipeline:
         self._profile_version = 0
         self._progress: dict[int, int | None] = {}
         self._counted = now
+        self._wall_s: float | None = None
+        """Seconds since 1970, less `now`. None: not known."""
         if not self._known:
             self.engine_unknown("it has not said yet what it is")
 
@@ -127,8 +142,23 @@ class Pipeline:
         if not self._known:
             self._totals["batches_engine_unknown"] += 1
             return
-        source.live(frames, now)
+        source.live(frames, now, None if self._wall_s is None else now + self._wall_s)
         self._spread(source)
+
+    def pulled(self, entries: Sequence[object], now: float) -> None:
+        """Entries that the engine answered with, in order: each is a message of its rank under its number."""
+        for entry in entries:
+            rank, number = place_of(entry) or (-1, 0)
+            if rank not in self._ranks:
+                self._totals["drop_entry"] += 1
+                # Of no rank that we know: it may have been a removal of any.
+                doubt = Doubt.STALE if rank < 0 else Doubt.NONE
+                for source in self._ranks.values():
+                    source.note(Finding("entry", f"an entry of rank {rank}", doubt))
+                    self._spread(source)
+                continue
+            payload = json.dumps(entry, separators=(",", ":")).encode()
+            self.live(rank, (b"", number.to_bytes(8, "big"), payload), now)
 
     def replayed(self, rank: int, frames: Sequence[bytes], now: float) -> None:
         """A reply to the last replay request of this rank, the end marker included."""
@@ -139,7 +169,7 @@ class Pipeline:
         """The last replay request of this rank will not be answered (any more)."""
         source = self._ranks[rank]
         self._totals["replays_failed"] += 1
-        source.run(source.numbering.replay_failed(reason, now), now)
+        source.replay_failed(reason, now)
         self._spread(source)
 
     def take_replay_requests(self) -> list[ReplayRequest]:
@@ -155,19 +185,26 @@ class Pipeline:
 
     # The engine's HTTP server.
 
-    def load(self, load: EngineLoad) -> None:
-        """The engine's load, just read."""
+    def load(self, load: EngineLoad, now: float | None = None) -> None:
+        """The engine's load, just read. `now`: None says nothing of how its cache is used over time."""
+        source = self._ranks.get(load.rank)
+        if source is not None and now is not None and load.HasField("kv_usage"):
+            source.usage(load.kv_usage, now)
+            self._spread(source)
         for link in self._links.values():
             link.load(load)
         self.on_output()
 
     def engine_found(self, engine: str, version: str, now: float) -> None:
-        """The engine's own answer to what it is. Raises ValueError for one that nobody wrote an adapter for.
+        """The engine's own answer to what it is. Raises ValueError for one that nobody wrote an adapter for, or that has
+        no events to pull.
 
         Chooses the adapter if that was left to the engine; else an answer that contradicts takes the trust away.
         """
         adapter = registry.named(engine)
         if not self._known:
+            if self.settings.pull:
+                _check_pull(adapter, self.settings)
             self._adapter = adapter
             told = self._lanes.version
             self._lanes = self._new_lanes()
@@ -203,6 +240,8 @@ class Pipeline:
         if text != self._engine_version:
             self._engine_version = text
             self._lanes.version += 1
+            for source in self._ranks.values():
+                source.release(text)
         self._lanes.release(text)
         self._spread_profile()
 
@@ -211,6 +250,40 @@ class Pipeline:
         for source in self._ranks.values():
             source.run(source.numbering.process_started(started, now), now)
             self._spread(source)
+
+    def engine_progress(self, rank: int, finished: int, computed: int, now: float) -> None:
+        """The engine's totals of a rank: requests finished, and prompt tokens that it computed anew."""
+        source = self._ranks.get(rank)
+        if source is not None:
+            source.progress(finished, computed, now)
+            self._spread(source)
+
+    def engine_unit(self, tokens: int, *, certain: bool) -> None:
+        """Tokens of the engine's block, as it says. `certain`: its events must say so, too."""
+        self._lanes.unit(tokens, certain=certain)
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of the engine's largest block on the GPU. 0: not known yet."""
+        return self._lanes.gpu_unit
+
+    def canary(self, rank: int, canary: Canary | None) -> None:
+        """From now on, until None is given, the canary sees what the rank publishes."""
+        self._ranks[rank].canary = canary
+
+    def canary_answered(
+        self, rank: int, canary: Canary, first: int | None, second: int | None
+    ) -> tuple[str, ...]:
+        """What the engine reported of its two runs, in cached tokens. Returns what is not as it should be: then the
+        stream is quarantined."""
+        source = self._ranks[rank]
+        source.canary = None
+        finding = canary.finding(first, second)
+        self._totals["canaries"] += 1
+        if finding is not None:
+            source.note(finding)
+            self._spread(source)
+        return canary.differences(first, second)
 
     def engine_capacity(self, gpu_blocks: int = 0, *, gpu_tokens: int = 0) -> None:
         """Blocks or tokens of the engine's GPU cache."""
@@ -226,8 +299,10 @@ class Pipeline:
             source.suspect()
             self._spread(source)
 
-    def tick(self, now: float) -> None:
-        """Time passes: deadlines, orphans, totals."""
+    def tick(self, now: float, wall: float | None = None) -> None:
+        """Time passes: deadlines, orphans, totals. `wall`: seconds since 1970."""
+        if wall is not None:
+            self._wall_s = wall - now
         for source in self._ranks.values():
             source.tick(now)
             self._spread(source)
@@ -305,8 +380,13 @@ class Pipeline:
                     self._spread(source)
             case "credit_ended":
                 for source in self._ranks.values():
-                    source.ended(message.credit_ended.decision_id, now)
+                    source.ended(message.credit_ended, now)
                 self._put(RelayMessage(credit_ended=message.credit_ended))
+            case "outcome":
+                source = self._ranks.get(message.outcome.rank)
+                if source is not None:
+                    source.outcome(message.outcome.predicted, message.outcome.reported)
+                    self._spread(source)
             case _:
                 self._totals["drop_unknown_answer"] += 1
         self.on_output()
@@ -323,7 +403,7 @@ class Pipeline:
         for source in self._ranks.values():
             totals["replays"] += source.numbering.replays
             totals["gaps"] += source.numbering.gaps
-            for name, value in source.mirror.counts().items():
+            for name, value in source.holdings.mirror.counts().items():
                 totals[f"mirror_{name}"] += value
         totals["outbox_overflows"] = sum(link.overflows for link in self._links.values())
         return dict(totals)
@@ -341,8 +421,11 @@ class Pipeline:
                     state.reason,
                     state.incarnation,
                     source.numbering.applied,
-                    source.mirror.counts(),
+                    source.holdings.mirror.counts(),
                     source.fingerprint.describe(),
+                    source.condition,
+                    _tiers(source),
+                    source.failures.all,
                 )
             )
         return Status(
@@ -355,7 +438,7 @@ class Pipeline:
 
     def holdings(self, rank: int, lane: int, confidence: int) -> bytes:
         """Packed canonical hashes that a rank holds in a lane, for checks."""
-        return self._ranks[rank].mirror.holdings(lane, confidence)
+        return self._ranks[rank].holdings.mirror.holdings(lane, confidence)
 
     @property
     def _known(self) -> bool:
@@ -369,6 +452,7 @@ class Pipeline:
             engine_block_tokens=settings.engine_block_tokens,
             host_unit_tokens=settings.host_unit_tokens,
             layer_groups=settings.layer_groups,
+            less_units=settings.less_units,
         )
         lanes.release(self._engine_version)
         if settings.hybrid:
@@ -429,3 +513,22 @@ class Pipeline:
         memory = totals.pop("mirror_memory_bytes", 0)
         named = sorted(totals.items())[:MAX_COUNTERS]
         return RelayCounters(totals=dict(named), mirror_bytes=memory)
+
+
+def _check_pull(adapter: Adapter, settings: PipelineSettings) -> None:
+    if adapter is not registry.UNKNOWN and adapter.pulled is None:
+        raise ValueError(f"engine {adapter.profile.engine!r} has no events to pull")
+    if not settings.engine_block_tokens:
+        raise ValueError("pulled events don't tell the engine's block: configure it")
+
+
+def _tiers(source: Rank) -> dict[str, tuple[Condition, str]]:
+    named = {
+        Tier.Name(tier).removeprefix("TIER_").lower(): standing  # type: ignore[arg-type]
+        for tier, standing in source.standing.tiers.items()
+    }
+    media = {
+        f"medium {name}": (Condition.QUARANTINED, why)
+        for name, why in source.standing.media.items()
+    }
+    return named | media

@@ -1,37 +1,53 @@
-"""One data-parallel rank: its numbering, its doubts, its mirror; events in, messages for schedulers out.
+"""One data-parallel rank: its numbering, its standing, its holdings; events in, messages for schedulers out.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 
-from servingfleet_core import Delta as CoreDelta
-from servingfleet_core import Mirror, Rejected
 from servingfleet_protos.v1.common_pb2 import (
     STREAM_STATE_HISTORY_LOST,
     STREAM_STATE_LIVE,
     STREAM_STATE_QUARANTINED,
+    STREAM_STATE_RESYNCING,
     STREAM_STATE_UNPROVEN,
+    TIER_GPU,
 )
-from servingfleet_protos.v1.stream_pb2 import (
-    CreditOpened,
-    Delta,
-    RankState,
-    RelayMessage,
-    SnapshotBegin,
-    SnapshotEnd,
-)
+from servingfleet_protos.v1.stream_pb2 import CreditEnded, CreditOpened, RankState, RelayMessage
 
-from .adapters.events import Adapter, Batch, Cleared, Doubt, Dropped, Event, Removed, Stored
-from .conformance import Doubts, Fingerprint
-from .dispatches import Dispatches
+from .adapters.events import (
+    Adapter,
+    Batch,
+    Cleared,
+    Doubt,
+    Dropped,
+    Event,
+    Foreign,
+    Removed,
+    Stored,
+)
+from .conformance.canary import Canary
+from .conformance.fingerprint import Fingerprint
+from .conformance.standing import Condition, Failures, Finding, Standing
+from .conformance.watches import (
+    ORPHANS_LEAST,
+    ORPHANS_SHARE,
+    REMOVALS_LEAST,
+    REMOVALS_SHARE,
+    BatchTimes,
+    Feedback,
+    Readability,
+    Share,
+    Silence,
+    Turnover,
+)
 from .frames import BadFrames, live_frame, reply_frame
+from .holdings import UNPLACED, Holdings
 from .lanes import Lane, Lanes
-from .namespaces import FirstBlocks
+from .messages import Messages
 from .sequence import Apply, Ignored, Lost, Restarted, Step
 from .sequence import Sequence as Numbering
 from .settings import PipelineSettings
@@ -39,21 +55,9 @@ from .settings import PipelineSettings
 MAX_REASON_BYTES = 512
 EXPIRY_INTERVAL_S = 1.0
 """The mirror looks through all it knows to find orphans that waited too long."""
-
-MAX_UNPLACED = 1024
-UNPLACED = "no full-attention group, and no prompt that was sent here tells where a block belongs"
-
-SHARED = "twice: requests that are kept apart (an extra_key) share hashes, and either may be meant"
-
-# What the mirror's refusals say about the stream; the others cost their event only.
-_REFUSALS = {"hash_conflict": Doubt.QUARANTINED, "unit_size": Doubt.QUARANTINED}
-
-
-@dataclass(frozen=True, slots=True)
-class _Unplaced:
-    event: Stored
-    lane: Lane
-    until: float
+CYCLES_MOST = 3
+"""Stores that are their own ancestors, or name a block twice, before the stream is one that does."""
+_CYCLIC = frozenset({"duplicate_in_event", "self_parent"})
 
 
 class Rank:
@@ -69,38 +73,69 @@ class Rank:
     ) -> None:
         self.rank = rank
         self.numbering = Numbering(
-            replay=settings.replay,
+            replay=settings.replay and not settings.pull,
             deadline_s=settings.replay_deadline_s,
             probe_s=settings.probe_s,
             max_held_batches=settings.max_held_batches,
             max_held_bytes=settings.max_held_bytes,
         )
-        self.fingerprint = Fingerprint()
+        self.failures = Failures(totals)
         self._settings = settings
-        self._pairs = False
-        self.mirror = self._new_mirror()
-        self._lanes = lanes
         self._adapter = adapter
+        self._decode = self._reader()
         self._totals = totals
-        self._doubts = self._new_doubts()
-        self._units: dict[int, int] = {}
-        self._mirrored: set[int] = set()
-        self._firsts = FirstBlocks()
-        self._dispatches = Dispatches(settings.model, settings.block_tokens)
-        self._unplaced: deque[_Unplaced] = deque()
-        """Stores that may have overtaken the word of their dispatch."""
+        self._messages = Messages(rank, settings.delta_hashes)
+        self.holdings = Holdings(rank, settings, lanes, self._messages)
+        self._version = settings.engine_version
         self._away = ""
-        self._proven = False
-        self._messages: deque[RelayMessage] = deque()
         self._expired = 0.0
-        self._announced = self.state()
+        self._resync = ""
+        self._gaps = 0
+        self.canary: Canary | None = None
+        """Listens to what the engine makes of a prompt of ours."""
+        self._begin_life({})
+        self._messages.known(self.state())
+
+    def _begin_life(self, before: dict[str, str]) -> None:
+        """Nothing is held against a new engine process; `before` are the last one's traits."""
+        self.fingerprint = Fingerprint(before)
+        self.fingerprint.release(self._adapter.profile, self._version)
+        self.standing = Standing(self.failures)
+        self._readability = Readability()
+        self._times = BatchTimes()
+        self._turnover = Turnover()
+        self._silence = Silence()
+        self._feedback = Feedback()
+        self._orphans = Share(
+            "orphans_many",
+            "blocks were of a place that was never told",
+            ORPHANS_SHARE,
+            ORPHANS_LEAST,
+            Doubt.QUARANTINED,
+        )
+        self._removals = Share(
+            "removals_unknown",
+            "removals named a block that was not held",
+            REMOVALS_SHARE,
+            REMOVALS_LEAST,
+            Doubt.AMBIGUOUS,
+        )
+        self._cycles = 0
+        self._joined = False
+        self._proven = False
+        if self._settings.extra_keys:
+            text = "requests have keys that events don't tell"
+            self.standing.note(Finding("extra_keys", text, Doubt.AMBIGUOUS))
 
     def state(self) -> RankState:
         """What schedulers are told of this rank."""
         state, reason = self.numbering.state
-        doubt, why = self._doubts.worst
-        if self._unplaced and doubt is Doubt.NONE:
+        doubt, why = self.standing.worst
+        if self.holdings.unplaced and doubt is Doubt.NONE:
             doubt, why = Doubt.INCOMPLETE, UNPLACED
+        limits = self._adapter.profile.never_run or self.holdings.lanes.bounded
+        if limits and doubt is Doubt.NONE:
+            doubt, why = Doubt.INCOMPLETE, limits
         if doubt is Doubt.QUARANTINED:
             state, reason = STREAM_STATE_QUARANTINED, why
         elif doubt is Doubt.UNTRUSTED and state != STREAM_STATE_UNPROVEN:
@@ -117,23 +152,27 @@ class Rank:
             engine_seq=self.numbering.applied,
         )
 
+    @property
+    def condition(self) -> Condition:
+        """What the stream as a whole is good for."""
+        conditions = {
+            STREAM_STATE_LIVE: Condition.LIVE,
+            STREAM_STATE_RESYNCING: Condition.RESYNCING,
+            STREAM_STATE_QUARANTINED: Condition.QUARANTINED,
+        }
+        return conditions.get(self.state().state, Condition.DEGRADED)
+
+    # The engine as a whole.
+
     def adopt(self, lanes: Lanes, adapter: Adapter) -> None:
         """The engine is known now. Nothing was read before."""
-        self._lanes, self._adapter = lanes, adapter
+        self.holdings.lanes, self._adapter = lanes, adapter
+        self._decode = self._reader()
 
-    def dispatched(self, credit: CreditOpened, now: float) -> None:
-        """A scheduler sent a prompt here."""
-        if self._lanes.placeable:
-            self._dispatches.clear()
-        else:
-            self._dispatches.opened(
-                credit.decision_id, credit.hashes, credit.prompt_tokens, credit.expires_s, now
-            )
-            self._place_late(now)
-
-    def ended(self, decision: str, now: float) -> None:
-        """A prompt that was sent is done with. Unknown ones are fine."""
-        self._dispatches.ended(decision, now)
+    def release(self, version: str) -> None:
+        """The engine says which release it is."""
+        self._version = version
+        self.fingerprint.release(self._adapter.profile, version)
 
     def mistrust(self, reason: str) -> None:
         """Nothing that is held counts, whatever the stream says, until this is called with ""."""
@@ -141,100 +180,159 @@ class Rank:
 
     def suspect(self) -> None:
         """What is held now is an upper bound."""
-        self._tell(self.mirror.suspect(sorted(self._mirrored)))
+        self.holdings.suspect()
 
-    def take(self) -> list[RelayMessage]:
-        """What schedulers are to be told since the last call, in order, a changed state at the end."""
-        self._announce()
-        taken = list(self._messages)
-        self._messages.clear()
-        return taken
+    def note(self, finding: Finding) -> None:
+        """Something is wrong with the stream, or with one of its tiers."""
+        before = self._quarantined
+        self.standing.note(finding)
+        self._follow(finding, before)
 
-    def live(self, frames: Sequence[bytes], now: float) -> None:
-        """Frames from the subscription."""
+    def usage(self, share: float, now: float) -> None:
+        """The share of the GPU cache in use."""
+        self._condition("removals_missing", self._turnover.usage(share, now))
+
+    def progress(self, finished: int, computed: int, now: float) -> None:
+        """The engine's totals: requests finished, prompt tokens that it computed anew."""
+        unit = self.holdings.lanes.gpu_unit
+        finding = self._silence.progress(finished, computed, unit, now)
+        if finding is not None:
+            self._condition("silent", finding)
+
+    # Prompts that schedulers sent here.
+
+    def dispatched(self, credit: CreditOpened, now: float) -> None:
+        """A scheduler sent a prompt here."""
+        self.holdings.dispatched(credit, now, whole=self._certain, doubtful=self.standing.ambiguous)
+
+    def ended(self, credit: CreditEnded, now: float) -> None:
+        """A prompt that was sent is done with. Unknown ones are fine."""
+        self.holdings.ended(credit.decision_id, now)
+
+    def outcome(self, predicted: int, reported: int) -> None:
+        """What a scheduler predicted of a prompt that ran here, and what the engine reported. Tokens."""
+        unit = self.holdings.lanes.gpu_unit
+        if not unit:
+            return
+        finding = self._feedback.outcome(predicted, reported, unit)
+        if finding is not None and finding.doubt is Doubt.QUARANTINED:
+            self.note(finding)
+        else:
+            self._condition("feedback_off", finding, ends=self._feedback.agrees)
+        if finding is None and self._feedback.agrees:
+            self.standing.agreed()
+
+    # Bytes.
+
+    def live(self, frames: Sequence[bytes], now: float, wall: float | None = None) -> None:
+        """Frames from the subscription. `wall`: seconds since 1970, None if it is not known."""
         try:
             frame = live_frame(frames)
         except BadFrames as error:
             # If it was a batch, its number is missing now and will be asked for.
-            self._totals[f"drop_{error.reason}"] += 1
+            self._drop(Dropped(error.reason, str(error), Doubt.NONE))
+            self._unreadable(str(error))
             return
-        self.run(self.numbering.live(frame.seq, frame.payload, now), now)
+        self.run(self.numbering.live(frame.seq, frame.payload, now), now, wall)
 
     def replayed(self, frames: Sequence[bytes], now: float) -> None:
         """Frames of one reply to the replay request."""
         try:
             frame = reply_frame(frames)
         except BadFrames as error:
-            self._totals[f"drop_{error.reason}"] += 1
+            self._drop(Dropped(error.reason, str(error), Doubt.NONE))
             return
         self.run(self.numbering.replayed(frame.seq, frame.payload, now), now)
 
-    def run(self, steps: Sequence[Step], now: float) -> None:
+    def replay_failed(self, reason: str, now: float) -> None:
+        """The last replay request will not be answered (any more)."""
+        self.failures.count(Finding("replay_failed", reason, Doubt.NONE))
+        self.run(self.numbering.replay_failed(reason, now), now)
+
+    def run(self, steps: Sequence[Step], now: float, wall: float | None = None) -> None:
         """Carries out what the numbering decided."""
         for step in steps:
             match step:
                 case Apply():
                     self._totals["batches"] += 1
-                    self._apply(self._adapter.decode(step.payload), now)
+                    self._apply(self._decode(step.payload), now, wall)
                 case Ignored():
                     self._totals[f"batches_{step.reason}"] += 1
                 case Lost():
                     self._totals["histories_lost"] += 1
+                    reason = "entries_lost" if self._settings.pull else "history_lost"
+                    self.failures.count(Finding(reason, step.reason, Doubt.NONE))
                     # First: an emptied rank that still counts as complete would promise that nothing can be reused.
-                    self._announce()
-                    self._empty(self._mirrored)
+                    self._announce(midway=True)
+                    self.holdings.empty()
                 case Restarted():
-                    self._totals["engine_restarts"] += 1
-                    self._firsts.cleared(self._mirrored)
-                    cleared = self.mirror.cleared(sorted(self._mirrored))
-                    self.mirror.reset()
-                    self._lanes.forget_keys(self.rank)
-                    self.fingerprint = Fingerprint()
-                    self._doubts = self._new_doubts()
-                    self._unplaced.clear()
-                    self._proven = False
-                    self._units.clear()
-                    # The state carries the new incarnation, which clears the rank at its receivers.
-                    self._announce()
-                    # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has
-                    # already named the new incarnation.
-                    self._tell(cleared)
+                    self._restart()
+        if self.numbering.gaps > self._gaps:
+            self._gaps = self.numbering.gaps
+            text = f"{self.numbering.state[1] or 'batches are missing'}"
+            self.failures.count(Finding("gap", text, Doubt.NONE))
+        if self._resync:
+            reason, self._resync = self._resync, ""
+            self._totals["rebuilds"] += 1
+            # What was lost is of no account: the numbering says whether all of it comes again.
+            self.standing.cleared()
+            self.run(self.numbering.rebuild(reason, now), now, wall)
 
     def tick(self, now: float) -> None:
         """Time passes."""
         if now - self._expired >= EXPIRY_INTERVAL_S:
             self._expired = now
-            self._expire(now)
+            expired, found = self.holdings.expire(now)
+            # Counted by blocks, and noted once.
+            self._totals["drop_orphan_expired"] += max(0, expired - 1)
+            self._note_all(found)
+            if self._certain_but_for_orphans and self.holdings.lanes.placeable:
+                self._maybe(self._orphans.seen(0, expired))
+            self._weigh()
         self.run(self.numbering.tick(now), now)
 
-    def _expire(self, now: float) -> None:
-        self._dispatches.expire(now)
-        while self._unplaced and self._unplaced[0].until < now:
-            self._give_up_place()
-        expired = self.mirror.expire(now)
-        if expired:
-            self._totals["drop_orphan_expired"] += expired
-            self._doubts.note("orphans", "blocks whose place was never told", Doubt.INCOMPLETE)
-
     def snapshot(self) -> Generator[list[RelayMessage], None, None]:
-        """Everything held, shallow blocks first, each part read when it is asked for.
+        """Everything held, see `Holdings.snapshot`."""
+        return self.holdings.snapshot(self.numbering.incarnation)
 
-        The messages of a part belong before everything that changes after it was read.
-        """
-        mirror = self.mirror
-        number = mirror.begin_snapshot()
-        try:
-            begin = SnapshotBegin(rank=self.rank, incarnation=self.numbering.incarnation)
-            yield [RelayMessage(snapshot_begin=begin)]
-            while part := mirror.next_snapshot(number, self._settings.delta_hashes):
-                yield [message for delta in part for message in self._messages_of(delta)]
-            yield [RelayMessage(snapshot_end=SnapshotEnd(rank=self.rank))]
-        finally:
-            mirror.end_snapshot(number)
+    def take(self) -> list[RelayMessage]:
+        """What schedulers are to be told since the last call, in order, a changed state at the end."""
+        self._announce()
+        return self._messages.take()
 
-    def _apply(self, batch: Batch, now: float) -> None:
+    # Inside.
+
+    def _reader(self) -> Callable[[bytes], Batch]:
+        pulled = self._adapter.pulled
+        if self._settings.pull and pulled is not None:
+            return pulled(self._settings.engine_block_tokens)
+        return self._adapter.decode
+
+    def _restart(self) -> None:
+        self._totals["engine_restarts"] += 1
+        cleared = self.holdings.new_life()
+        self._begin_life(self.fingerprint.describe())
+        # The state carries the new incarnation, which clears the rank at its receivers.
+        self._announce(midway=True)
+        # Told as deltas too: older ones that still wait in an outbox may be sent after a snapshot has already named the
+        # new incarnation.
+        self._messages.tell(cleared)
+
+    def _apply(self, batch: Batch, now: float, wall: float | None) -> None:
+        self._silence.heard()
+        self._end("silent")
+        if not self._joined:
+            self._joined = True
+            if not self.numbering.whole:
+                self.failures.count(Finding("late_join", self.numbering.state[1], Doubt.NONE))
         if batch.length:
-            self._check_batch(batch)
+            self._readability.readable()
+            self._check_batch(batch, wall)
+        elif batch.events and isinstance(batch.events[0], Dropped):
+            self._unreadable(batch.events[0].detail)
+        self.holdings.batch()
+        if self.canary is not None:
+            self.canary.observe(batch)
         # Lanes first: a scheduler must not read one group's blocks before it knows of the others.
         placed = [(event, self._place(event)) for event in batch.events]
         for event, lane in placed:
@@ -244,265 +342,200 @@ class Rank:
                 self._drop(lane)
             elif self._quarantined:
                 self._totals["events_quarantined"] += 1
+            elif isinstance(event, Foreign):
+                self._foreign(event)
             elif isinstance(event, Cleared):
                 self._clear()
+            elif self.standing.quarantined(event.tier):
+                self._totals["events_tier_quarantined"] += 1
             elif isinstance(event, Removed):
                 self._remove(event, lane)
             elif lane is not None:
                 self._store(event, lane, now)
 
-    @property
-    def _quarantined(self) -> bool:
-        return self._doubts.worst[0] is Doubt.QUARANTINED
-
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch, wall: float | None) -> None:
         finding = self.fingerprint.batch(batch.length)
         if finding is not None:
-            self._doubt(finding.reason, finding.detail, finding.doubt)
-        if batch.rank is not None and batch.rank != self.rank:
-            self._doubt(
-                "wrong_rank",
-                f"the socket of rank {self.rank} sends batches of rank {batch.rank}: "
-                "correct the relay's ports or ranks",
-                Doubt.QUARANTINED,
-            )
+            self._odd(finding)
+        if batch.time_s is not None:
+            self._maybe(self._times.batch(batch.time_s, wall))
+        if batch.rank is None and batch.length == 3 and self.rank:
+            text = f"the socket of rank {self.rank} sends batches that name no rank"
+            self._odd(Finding("rank_untold", text, Doubt.QUARANTINED))
+        elif batch.rank is not None and batch.rank != self.rank:
+            text = f"the socket of rank {self.rank} sends batches of rank {batch.rank}"
+            self._odd(Finding("wrong_rank", text, Doubt.QUARANTINED))
 
     def _place(self, event: Event) -> Lane | Dropped | None:
         """The event's lane, declared if it is new, or why it can't have one."""
         if isinstance(event, Dropped):
             return None
-        finding = self.fingerprint.event(event.shape)
-        if finding is not None:
-            self._doubt(finding.reason, finding.detail, finding.doubt)
-        if self._quarantined or isinstance(event, Cleared):
+        tier = event.tier if isinstance(event, Stored | Removed) else 0
+        for finding in self.fingerprint.event(event.shape, 0 if tier == TIER_GPU else tier):
+            self._odd(finding)
+        if self._quarantined or isinstance(event, Cleared | Foreign):
+            return None
+        if self.standing.quarantined(event.tier):
             return None
         if isinstance(event, Removed):
-            return self._lanes.of_removal(event.tier, event.group)
-        self._lanes.separation(adapters=event.shape.tells_adapters, salts=event.shape.tells_salts)
-        lane = self._lanes.of_store(event, self._units)
-        if isinstance(lane, Dropped):
-            return lane
-        refusal = self._read_keys(event)
-        if refusal is not None:
-            return refusal
-        if event.unit_tokens:
-            self._units[lane.number] = lane.unit_tokens
-        if lane.number not in self._mirrored:
-            self._add_lane(lane)
-            self._mirrored.add(lane.number)
-        return lane
+            return self.holdings.lanes.of_removal(event.tier, event.group)
+        return self.holdings.lane_of(event)
 
-    def _read_keys(self, event: Stored) -> Dropped | None:
-        """Makes the mirror read the key form of a store, the first of this life of the engine."""
-        pairs = event.shape.pairs
-        if pairs is None:
-            return None
-        refusal = self._lanes.of_keys(self.rank, pairs)
-        if refusal is None and pairs != self._pairs:
-            # It is empty: a store in the other form would have quarantined the stream.
-            self._pairs = pairs
-            self.mirror = self._new_mirror()
-            for lane in self._lanes:
-                if lane.number in self._mirrored:
-                    self._add_lane(lane)
-        return refusal
+    def _store(self, event: Stored, lane: Lane, now: float) -> None:
+        self._totals["events_stored"] += 1
+        if self._adapter.profile.proves_roots and event.parent is None:
+            self._prove(event)
+        doubtful = self.standing.ambiguous or self.standing.degraded(event.tier)
+        found = self.holdings.store(event, lane, now, whole=self._certain, doubtful=doubtful)
+        if event.tier == TIER_GPU:
+            self._turnover.stored(now)
+        if not found:
+            self.standing.stored()
+        if self._certain_but_for_orphans and self.holdings.lanes.placeable:
+            self._maybe(self._orphans.seen(len(event.hashes) // (event.width or 1), 0))
+        for finding in found:
+            if finding.reason in _CYCLIC:
+                self._cycles += 1
+                if self._cycles == CYCLES_MOST:
+                    text = (
+                        f"{CYCLES_MOST} stores that name a block twice, the last: {finding.detail}"
+                    )
+                    self._odd(Finding("cycles", text, Doubt.QUARANTINED))
+        self._note_all(found)
 
     def _prove(self, event: Stored) -> None:
         """A first block of no known namespace is of another, once this life of the engine has shown one that is."""
         self._proven = self._proven or not event.opaque
-        if not self._proven:
-            self._doubt(
-                "namespace_unknown",
-                "no first block yet whose hash is that of its tokens: a newer release, or requests that are kept apart",
-                Doubt.INCOMPLETE,
-            )
-
-    def _new_doubts(self) -> Doubts:
-        doubts = Doubts()
-        if self._settings.extra_keys:
-            doubts.note("extra_keys", "requests have keys that events don't tell", Doubt.AMBIGUOUS)
-        return doubts
-
-    def _new_mirror(self) -> Mirror:
-        settings = self._settings
-        return Mirror(
-            settings.model,
-            settings.block_tokens,
-            max_units=settings.max_units,
-            max_orphans=settings.max_orphans,
-            orphan_ttl_s=settings.orphan_ttl_s,
-            pairs=self._pairs,
-        )
-
-    def _add_lane(self, lane: Lane) -> None:
-        traits = self._lanes.engine.tiers[lane.tier]
-        self.mirror.add_lane(lane.number, multiset=traits.multiset)
-
-    def _store(self, event: Stored, lane: Lane, now: float) -> None:
-        self._totals["events_stored"] += 1
-        if not self._lanes.placeable:
-            self._store_inferred(event, lane, now)
-        elif event.hashes:  # else every block of a window group was masked
-            self._put(event, lane, now)
-
-    def _put(
-        self, event: Stored, lane: Lane, now: float, *, masked: int = 0, places_only: bool = False
-    ) -> None:
-        traits = self._lanes.engine.tiers[lane.tier]
-        starts = traits.root_once and event.parent is None
-        first = event.hashes[: event.width]
-        again = starts and self._firsts.stored(lane.number, first)
-        if again:
-            self._doubt("shared_hashes", f"a first block stored {SHARED}", Doubt.AMBIGUOUS)
-        if self._lanes.engine.proves_roots and event.parent is None:
-            self._prove(event)
-        doubtful = (
-            event.doubtful or traits.append_only or self._lanes.hybrid or self._doubts.ambiguous
-        )
-        try:
-            deltas = self.mirror.stored(
-                lane.number,
-                event.hashes,
-                event.width,
-                event.parent,
-                event.tokens,
-                event.unit_tokens or lane.unit_tokens,
-                now,
-                adapter=event.adapter,
-                cache_salt=event.cache_salt,
-                opaque=event.opaque,
-                doubtful=doubtful,
-                masked=masked,
-                whole=self.numbering.whole and self._doubts.worst[0] is Doubt.NONE,
-                places_only=places_only,
-            )
-        except Rejected as error:
-            if starts and not again:
-                self._firsts.removed(lane.number, first, event.width)  # it is not held after all
-            reason, detail = error.args
-            self._drop(Dropped(reason, str(detail), _REFUSALS.get(reason, Doubt.INCOMPLETE)))
-        else:
-            self._tell(deltas)
-
-    def _store_inferred(self, event: Stored, lane: Lane, now: float) -> None:
-        """A store of a window group, in a model without a full-attention group that would place its blocks."""
-        told, masked = self._dispatches.infer(event, lane.window_tokens, self.mirror)
-        if not event.hashes:
-            return
-        self._put(told, lane, now, masked=masked)
-        if not self._placed(event):
-            if len(self._unplaced) == MAX_UNPLACED:
-                self._give_up_place()
-            until = now + self._settings.orphan_ttl_s
-            self._unplaced.append(_Unplaced(event, lane, until))
-
-    def _place_late(self, now: float) -> None:
-        waiting, self._unplaced = self._unplaced, deque()
-        for unplaced in waiting:
-            told, masked = self._dispatches.infer(
-                unplaced.event, unplaced.lane.window_tokens, self.mirror
-            )
-            if told.tokens:
-                self._put(told, unplaced.lane, now, masked=masked, places_only=True)
-            if not self._placed(unplaced.event):
-                self._unplaced.append(unplaced)
-
-    def _placed(self, event: Stored) -> bool:
-        keys = range(0, len(event.hashes), event.width)
-        return all(self.mirror.place(event.hashes[at : at + event.width]) for at in keys)
-
-    def _give_up_place(self) -> None:
-        self._unplaced.popleft()
-        self._doubt("unplaced", UNPLACED, Doubt.INCOMPLETE)
+        if event.opaque:
+            text = "a first block whose hash is neither that of its token_ids nor that of its cache_salt and them"
+            if not self._proven:
+                text = f"{text}, and none yet that is: a newer release, or requests that are kept apart"
+            doubt = Doubt.NONE if self._proven else Doubt.INCOMPLETE
+            self._odd(Finding("namespace_unknown", text, doubt))
 
     def _remove(self, event: Removed, lane: Lane | None) -> None:
         self._totals["events_removed"] += 1
-        if event.twice:
-            self._doubt("shared_hashes", f"a block removed {SHARED}", Doubt.AMBIGUOUS)
-        if lane is None or lane.number not in self._mirrored or not event.hashes:
-            return  # stored before the relay joined, if ever
-        self._firsts.removed(lane.number, event.hashes, event.width)
-        self._tell(self.mirror.removed(lane.number, event.hashes, event.width))
+        certain = self._certain
+        found = self.holdings.remove(event, lane, whole=certain)
+        if event.tier == TIER_GPU:
+            self._turnover.removed()
+            self._end("removals_missing")
+            traits = self._adapter.profile.tiers[TIER_GPU]
+            if certain and traits.multiset:
+                count = len(event.hashes) // event.width
+                strays = sum(finding.reason == "removed_unknown" for finding in found)
+                self._maybe(self._removals.seen(count, strays))
+        self._note_all(found)
+
+    def _foreign(self, event: Foreign) -> None:
+        self._totals["drop_unknown_medium"] += 1
+        before = self._quarantined
+        finding = Finding("unknown_medium", event.detail, Doubt.INCOMPLETE)
+        if not event.stored and not self.standing.known_medium(event.medium):
+            # Nothing was ever stored there: it may be one of the tiers that we know, under another name.
+            finding = Finding("unknown_medium", event.detail, Doubt.STALE)
+        self.standing.medium(event.medium, finding, stored=event.stored)
+        self._follow(finding, before)
 
     def _clear(self) -> None:
         self._totals["events_cleared"] += 1
-        engine = self._lanes.engine
-        cleared = set(self._lanes.numbers(engine.cleared_tiers)) & self._mirrored
-        self._empty(cleared)
-        others = self._mirrored - cleared
-        if others:
-            self._tell(self.mirror.suspect(sorted(others)))
-        else:
+        self._turnover.removed()
+        if self.holdings.clear(self._adapter.profile.cleared_tiers):
             self.numbering.cleared()
-            self._doubts.cleared()
+            self.standing.cleared()
+
+    def _weigh(self) -> None:
+        """What is held against what fits."""
+        blocks, tokens = self.holdings.lanes.gpu_capacity()
+        held_blocks, held_tokens = self.holdings.surely_held()
+        finding = self._turnover.held(held_blocks, blocks, "blocks")
+        self._maybe(finding or self._turnover.held(held_tokens, tokens, "tokens"))
+
+    @property
+    def _quarantined(self) -> bool:
+        return self.standing.worst[0] is Doubt.QUARANTINED
+
+    @property
+    def _certain(self) -> bool:
+        """All that this life of the engine has published is known and was read."""
+        return self.numbering.whole and self.standing.worst[0] is Doubt.NONE
+
+    @property
+    def _certain_but_for_orphans(self) -> bool:
+        return self.numbering.whole and self.standing.worst[0] <= Doubt.INCOMPLETE
+
+    def _unreadable(self, detail: str) -> None:
+        self._maybe(self._readability.unreadable(detail))
 
     def _drop(self, event: Dropped) -> None:
         self._totals[f"drop_{event.reason}"] += 1
-        self._note(event.reason, event.detail, event.doubt)
+        self.note(Finding(event.reason, event.detail, event.doubt, event.tier))
 
-    def _doubt(self, reason: str, detail: str, doubt: Doubt) -> None:
-        self._totals[f"odd_{reason}"] += 1
-        self._note(reason, detail, doubt)
+    def _odd(self, finding: Finding) -> None:
+        self._totals[f"odd_{finding.reason}"] += 1
+        self.note(finding)
 
-    def _note(self, reason: str, detail: str, doubt: Doubt) -> None:
-        was_quarantined = self._quarantined
-        self._doubts.note(reason, detail, doubt)
-        if doubt in (Doubt.STALE, Doubt.AMBIGUOUS) and not self._quarantined:
-            self.suspect()
+    def _maybe(self, finding: Finding | None) -> None:
+        if finding is not None:
+            self._odd(finding)
+
+    def _note_all(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            if finding.reason in _DROPS:
+                self._totals[f"drop_{finding.reason}"] += 1
+                self.note(finding)
+            else:
+                self._odd(finding)
+
+    def _condition(self, reason: str, finding: Finding | None, *, ends: bool = True) -> None:
+        if finding is None:
+            if ends:
+                self._end(reason)
+        elif self.standing.begin(finding):
+            self._totals[f"odd_{reason}"] += 1
+            if finding.doubt is Doubt.AMBIGUOUS:
+                self.holdings.suspect()
+
+    def _end(self, reason: str) -> None:
+        self.standing.end(reason)
+
+    def _follow(self, finding: Finding, was_quarantined: bool) -> None:
+        """What a finding does to what is held."""
+        self._want(finding)
+        if finding.tier and finding.doubt:
+            if self.standing.quarantined(finding.tier):
+                self.holdings.empty(self.holdings.lanes.numbers((finding.tier,)))
+            elif finding.doubt is Doubt.AMBIGUOUS:
+                self.holdings.suspect(finding.tier)
+            elif finding.doubt is Doubt.STALE:
+                self.holdings.withdraw(finding.tier)
+        elif finding.doubt is Doubt.STALE and not self._quarantined:
+            self.holdings.withdraw()
+        elif finding.doubt is Doubt.AMBIGUOUS and not self._quarantined:
+            self.holdings.suspect()
         elif self._quarantined and not was_quarantined:
-            self._empty(self._mirrored)
-            self.mirror.reset()
+            self.holdings.forget()
+            self.holdings.forget_keys()
 
-    def _empty(self, lanes: Iterable[int]) -> None:
-        self._unplaced.clear()
-        self._firsts.cleared(lanes)
-        self._tell(self.mirror.cleared(sorted(lanes)))
+    def _want(self, finding: Finding) -> None:
+        if finding.resync:
+            self._resync = self._resync or f"{finding.reason}: {finding.detail}"
 
-    def _announce(self) -> None:
-        """A changed state is told in its place among the deltas; that batches were applied is not."""
+    def _announce(self, *, midway: bool = False) -> None:
         state = self.state()
-        told = self._announced
-        if (state.state, state.reason, state.incarnation) != (
-            told.state,
-            told.reason,
-            told.incarnation,
-        ):
-            self._announced = state
-            self._messages.append(RelayMessage(rank_state=state))
+        if midway:
+            # The numbering is ahead: what its last batches changed is told after this.
+            state.ClearField("engine_seq")
+        self._messages.announce(state)
 
-    def _tell(self, deltas: Sequence[CoreDelta]) -> None:
-        for delta in deltas:
-            if not self._joined(delta):
-                self._messages.extend(self._messages_of(delta))
 
-    def _joined(self, delta: CoreDelta) -> bool:
-        """Adds drops to the drops before them: vLLM removes each block by an event of its own."""
-        if delta.op != Delta.OP_DROP or not self._messages:
-            return False
-        last = self._messages[-1].delta
-        size = len(last.hashes) + len(delta.hashes)
-        if (last.op, last.lane) != (delta.op, delta.lane) or size > 8 * self._settings.delta_hashes:
-            return False
-        last.hashes += delta.hashes
-        return True
-
-    def _messages_of(self, delta: CoreDelta) -> Generator[RelayMessage, None, None]:
-        """A delta of the mirror, cut to the size of messages; each part names the block before it."""
-        step = self._settings.delta_hashes * 8
-        parent = delta.parent
-        for start in range(0, len(delta.hashes), step) or (0,):
-            part = delta.hashes[start : start + step]
-            yield RelayMessage(
-                delta=Delta(
-                    rank=self.rank,
-                    lane=delta.lane,
-                    op=delta.op,  # type: ignore[arg-type]
-                    confidence=delta.confidence,  # type: ignore[arg-type]
-                    parent=parent,
-                    hashes=part,
-                )
-            )
-            parent = int.from_bytes(part[-8:], "little")
+_DROPS = frozenset(
+    {
+        *("no_hashes", "token_count", "unit_size", "self_parent", "duplicate_in_event"),
+        *("hash_conflict", "mirror_full", "orphan_expired"),
+    }
+)
+"""Reasons of the mirror, which cost an event."""
 
 
 def _cut(text: str) -> str:

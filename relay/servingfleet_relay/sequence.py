@@ -176,6 +176,18 @@ class Sequence:
         self._newer = reason
         return [] if self._replay is not None else self._suspect(reason, now)
 
+    def rebuild(self, reason: str, now: float) -> list[Step]:
+        """What was read does not add up: all is forgotten and, where it can be, read again from the start."""
+        self._incomplete = f"read again: {reason}"
+        if not self._can_replay or self._next is None:
+            return [Lost(reason)]
+        self._next = None
+        self._digests.clear()
+        self._attempts = 0
+        self._forget_held()
+        self._ask(now)
+        return [Lost(reason)]
+
     def cleared(self) -> None:
         """The engine holds nothing: the history before is of no account any more."""
         self._incomplete = ""

@@ -58,6 +58,8 @@ class PipelineSettings:
     """Requests carry keys of their own that the events don't tell (SGLang's `extra_key`): an upper bound, too."""
     replay: bool = True
     """The engine has a replay socket."""
+    pull: bool = False
+    """The engine's events are entries that are pulled over HTTP (TensorRT-LLM); needs `engine_block_tokens`."""
     replay_deadline_s: float = 5.0
     """Longest silence in a replay. An idle vLLM answers within 0.1 s."""
     probe_s: float = 10.0
@@ -128,6 +130,8 @@ class RelaySettings:
     """host:port each; every address that a name resolves to gets a link."""
     engine_http: str | None = None
     """Base address of the engine's HTTP server. None: no load, nothing learned from it."""
+    pull_interval_s: float = 0.25
+    """Between two pulls of an engine's events. The engine keeps a bounded number, and drops the oldest."""
     canary: bool = False
     """Send each life of the engine a prompt of our own: what comes of it must be what we think."""
     metrics_port: int | None = None

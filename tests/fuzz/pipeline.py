@@ -5,6 +5,7 @@ Never raises; bounds hold; a scheduler that does all right knows exactly what th
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from google.protobuf.message import DecodeError
@@ -13,10 +14,14 @@ from servingfleet_protos.v1.stream_pb2 import (
     Ack,
     EngineLoad,
     GrantSnapshot,
+    Outcome,
     SchedulerMessage,
     Welcome,
 )
 from servingfleet_relay.adapters import registry
+from servingfleet_relay.conformance.fingerprint import FITTING_KEPT
+from servingfleet_relay.conformance.invariants import BY_REASON, OURS
+from servingfleet_relay.conformance.standing import MEDIA_NAMED
 from servingfleet_relay.pipeline import MAX_COUNTERS, Pipeline
 from servingfleet_relay.rank import MAX_REASON_BYTES
 from servingfleet_relay.settings import PipelineSettings
@@ -114,7 +119,7 @@ class _Drive:
                 self.pipeline.engine_started(self.now - self.feed.below(30), self.now)
 
     def answers(self) -> None:
-        match self.feed.below(5):
+        match self.feed.below(8):
             case 0:
                 self.pipeline.engine_version(self.feed.text())
             case 1:
@@ -124,7 +129,18 @@ class _Drive:
             case 3:
                 self.pipeline.engine_found(self.feed.pick(ENGINES[:4]), "0.20.0", self.now)
             case 4:
-                self.pipeline.load(EngineLoad(rank=self.rank(), running_requests=3))
+                usage = self.feed.byte() / 255
+                self.pipeline.load(EngineLoad(rank=self.rank(), kv_usage=usage), self.now)
+            case 5:
+                told = (self.feed.byte(), 64 * self.feed.byte())
+                self.pipeline.engine_progress(self.rank(), *told, self.now)
+            case 6:
+                self.pipeline.engine_unit(self.feed.byte(), certain=self.feed.flag())
+            case 7:
+                said = Outcome(
+                    rank=self.rank(), predicted=self.feed.byte(), reported=self.feed.byte()
+                )
+                self.pipeline.receive(GOOD, SchedulerMessage(outcome=said), self.now)
 
     # The schedulers.
 
@@ -244,11 +260,17 @@ class _Drive:
             assert orphans <= MAX_ORPHANS, sizes
             assert len(rank.reason.encode()) <= MAX_REASON_BYTES
         assert len(status.totals) <= MAX_NAMES
-        assert all(WORDS.fullmatch(name) and count >= 0 for name, count in status.totals.items())
+        for name, count in status.totals.items():
+            # Invariants are counted under their number.
+            assert re.fullmatch(r"invariant_C\d{1,2}", name) or WORDS.fullmatch(name), name
+            assert count >= 0
         for source in self.pipeline._ranks.values():
-            held = source.mirror.counts()["units_held"]
-            assert all(len(first) <= held for first in source._firsts._held.values())
+            held = source.holdings.mirror.counts()["units_held"]
+            assert all(len(first) <= held for first in source.holdings._firsts._held.values())
             assert len(source.fingerprint._unknown) <= MAX_UNKNOWN
+            assert len(source.fingerprint._fitting) <= FITTING_KEPT
+            assert len(source.standing.media) <= MEDIA_NAMED
+            assert {each.reason for each in source.failures.all} <= {*BY_REASON, *OURS}
         for link in (GOOD, *self.strangers):
             assert self.pipeline.unacknowledged(link) <= self.settings.resend_window_messages
 

@@ -198,12 +198,13 @@ class NaiveIndex:
                 if known.trusted:
                     lower = question.resumed("lower")
                     predicted = question.resumed("predicted")
-                trusted = known.trusted and known.complete
-                upper = question.resumed("upper" if trusted else "open")
+                possible = question.resumed("upper")
+                upper = (question.most(known.trusted), 0, 0, 0)
                 if known.trusted:
-                    views = (lower, predicted, question.resumed("upper"))
-                    lower = min(views, key=sum)
-                    upper = max(views, key=sum) if trusted else upper
+                    # More on a fast tier can leave less than a unit to a slower one.
+                    predicted = min(predicted, possible, key=sum)
+                    lower = min(lower, predicted, key=sum)
+                    upper = max(predicted, possible, key=sum) if known.complete else upper
             answers.append(
                 Answer(
                     replica,
@@ -261,11 +262,11 @@ class Question:
         return known == UPPER and (view == "upper" or lane.upper_in_predicted)
 
     def resumed(self, view: str) -> tuple[int, int, int, int]:
-        """Tokens by tier. `open`: what the engine could report at most, all of it put on one tier."""
+        """Tokens by tier."""
         groups = {lane.group for lane in self.lanes}
         tiers = sorted({lane.tier for lane in self.lanes})
         split = {1: 0, 2: 0, 3: 0, 4: 0}
-        claim, most, partial = 0, 0, False
+        claim, partial = 0, False
         for tier in tiers:
             rule = self.profile.rule(tier)
             lanes = [lane for lane in self.lanes if lane.tier == tier]
@@ -276,7 +277,6 @@ class Question:
             cap = self.prompt if rule.whole_prompt else max(0, self.prompt - 1)
             cap -= cap % step
             less = rule.less_units * step
-            most = max(most, cap - less)
             if {lane.group for lane in lanes} != groups:
                 continue
             small = step < self.block
@@ -289,9 +289,25 @@ class Question:
                 reach = max(reach, min(reach + self.block - step, cap))
             split[tier] = max(claim, reach - less) - claim
             claim += split[tier]
-        if view == "open":
-            return (max(0, most), 0, 0, 0)
         return (split[1], split[2], split[3], split[4])
+
+    def most(self, trusted: bool) -> int:
+        """What the engine could report at most, whatever it holds."""
+        whole = {rule.tier for rule in self.profile.rules if rule.whole_prompt}
+        if not (trusted and self.profile.lanes):
+            # What was learned of its units may be wrong.
+            return max(0, self.prompt - (not whole))
+        declared = sorted({lane.tier for lane in self.lanes})
+        most = self.prompt if whole - set(declared) else 0
+        for tier in declared:
+            rule = self.profile.rule(tier)
+            if tier != declared[0] and not rule.extends:
+                continue
+            units = [lane.unit for lane in self.lanes if lane.tier == tier]
+            step = next(n for n in range(1, 10**6) if all(n % unit == 0 for unit in units))
+            cap = self.prompt if rule.whole_prompt else max(0, self.prompt - 1)
+            most = max(most, cap - cap % step - rule.less_units * step)
+        return most
 
     def boundary(
         self,

@@ -6,7 +6,7 @@ Only the canonical hash itself is the core's, which has tests of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from servingfleet_core import block_hashes, namespace_root
 
@@ -71,6 +71,7 @@ class Store:
     cache_salt: str = ""
     opaque: bool = False
     whole: bool = False
+    untold: bool = False
 
 
 class NaiveMirror:
@@ -88,6 +89,10 @@ class NaiveMirror:
 
     def stored(self, store: Store, now: float) -> None:
         self._check(store)
+        repeat = self._repeats(store)
+        if store.untold and any(key in self.places or key in self.waiting for key in store.keys):
+            # What is known keeps its place: the event only names it.
+            store = replace(store, tokens=b"")
         first, plan = self._plan(store)
         for key, place in plan.items():
             self._check_place(key, place, store.unit)
@@ -96,7 +101,6 @@ class NaiveMirror:
                 known = self.waiting.get(key)
                 if known is not None and known != self._waiting(store, at):
                     raise Refused("hash_conflict")
-        repeat = self._repeats(store)
         for at, key in enumerate(store.keys):
             unit: int | None = None
             if key in plan:

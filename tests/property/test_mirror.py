@@ -125,6 +125,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 media=store.media,
                 opaque=store.opaque,
                 whole=store.whole,
+                untold=store.untold,
             )
         except Rejected as rejected:
             self.check_rejection(store, *rejected.args)
@@ -151,6 +152,7 @@ class MirrorMachine(RuleBasedStateMachine):
         variant=st.sampled_from([0, 0, 0, 1]),
         opaque=st.sampled_from([False] * 9 + [True]),
         whole=st.booleans(),
+        untold=st.sampled_from([False] * 4 + [True]),
     )
     def store(
         self,
@@ -163,6 +165,7 @@ class MirrorMachine(RuleBasedStateMachine):
         variant: int,
         opaque: bool,
         whole: bool = False,
+        untold: bool = False,
     ) -> None:
         begin, end = first * unit, (first + count) * unit
         keys = [self.key(fork, at + unit, namespace, variant) for at in range(begin, end, unit)]
@@ -179,6 +182,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 cache_salt,
                 opaque,
                 whole,
+                untold,
             )
         )
 
@@ -336,6 +340,17 @@ class MirrorMachine(RuleBasedStateMachine):
             for confidence in (1, 2):
                 held = self.mirror.holdings(lane, confidence)
                 assert unpacked(held) == self.model.holdings(lane, confidence)
+        for lane in LANES:
+            copies = [(key, each) for (of, key), each in self.model.copies.items() if of == lane]
+            assert self.mirror.copies(lane) == (
+                sum(each.confirmed for _, each in copies),
+                sum(each.upper for _, each in copies),
+            )
+            in_lane = {key for key, _ in copies}
+            known = {key for _, key in self.named[-8:]}
+            assert {key for key in known if self.mirror.holds(lane, key)} == in_lane & known
+        assert self.mirror.orphans == len(self.model.waiting)
+        assert self.mirror.removed_unknown == self.model.removed_unknown
         counts = self.mirror.counts()
         places = [type(place).__name__ for place in self.model.places.values()]
         assert counts["units_placed"] == places.count("Place")

@@ -5,9 +5,11 @@ Pure data. Hashes are packed engine hashes, tokens packed little-endian 32-bit i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+from .claims import Claim
 
 
 class Doubt(IntEnum):
@@ -56,6 +58,12 @@ class Shape:
     """Blocks of different cache salts are told apart."""
     pairs: bool | None = None
     """Keys are pairs of tokens, not tokens. None: the event shows no keys."""
+    variant: str = ""
+    """Which of several ways to write such an event it is, where they differ in `told`."""
+    oddities: tuple[str, ...] = ()
+    """What is odd about it and keeps nobody from reading it, in bounded words."""
+    told: frozenset[str] | None = None
+    """Which of the optional fields that a stream either always or never sends are there. None: none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks now held. A placeholder has no tokens and `unit_tokens` 0."""
+    """Consecutive blocks now held. A placeholder has no tokens, and tells its unit or not (0)."""
 
     shape: Shape
     tier: int
@@ -88,13 +96,20 @@ class Stored:
     """Keys went into these hashes that no router can compute."""
     doubtful: bool = False
     """The engine may hold it: counts as an upper bound only."""
+    keys_told: bool = True
+    """Whatever enters the hashes beside the tokens is told. Else a block that is known keeps its place."""
     span: Span | None = None
     """Only of a placeholder."""
 
     @property
+    def count(self) -> int:
+        """Blocks that are named."""
+        return len(self.hashes) // self.width if self.width else 0
+
+    @property
     def single(self) -> bool:
         """One block."""
-        return len(self.hashes) == self.width
+        return self.count == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,21 @@ class Removed:
     width: int
     twice: bool = False
     """The engine named a block twice, where it keeps one copy of each: its hash stands for two."""
+    tier_told: bool = True
+    """Else one of several such events, one for each tier that it may have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Something about a medium that nobody knows: never the GPU, and none of the other tiers."""
+
+    shape: Shape
+    medium: str
+    """As the engine says, cut."""
+    stored: bool
+    """Else removed."""
+    detail: str
+    """For people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +155,11 @@ class Dropped:
     detail: str
     """For people: what was seen and what was expected. Never tokens or salts."""
     doubt: Doubt
+    tier: int = 0
+    """The only tier that it says anything about. 0: the stream as a whole."""
 
 
-Event = Stored | Removed | Cleared | Dropped
+Event = Stored | Removed | Foreign | Cleared | Dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +186,20 @@ class TierTraits:
     upper_in_predicted: bool
     append_only: bool = False
     """Removals are never announced: what is stored there is an upper bound."""
+    stray_removal: Doubt = Doubt.NONE
+    """What it says that something is removed that is not held here."""
     root_once: bool = False
     """What is held is not announced again: a prompt's first block that comes twice is of two namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How releases wrote their events, from one on until the next generation."""
+
+    since: tuple[int, ...]
+    forms: Mapping[str, str]
+    """As `Shape.form`, by tag."""
+    batch_length: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +213,25 @@ class EngineProfile:
     attention_kinds: frozenset[str | None] = frozenset()
     window_kinds: frozenset[str] = frozenset()
     recurrent_kinds: frozenset[str] = frozenset()
+    chunked_kinds: frozenset[str] = frozenset()
+    """Layers that look back to the start of a chunk of a size that events don't tell. Read as a window of that size, if
+    it is configured: then what is expected is never too much, and more is possible."""
     proves_roots: bool = False
     """The hash of a prompt's first block shows its namespace; one that shows none is opaque."""
+    copies_first: bool = False
+    """A copy on the host is announced before the GPU's is gone."""
     fixed_unit: bool = False
     """One block size for all: another means another engine or release."""
     adapters_since: tuple[int, ...] = ()
     """First release whose hashes tell adapters apart. (): all that say so."""
+    generations: tuple[Generation, ...] = ()
+    """Oldest first."""
+    recorded: tuple[int, ...] = ()
+    """The release beside which it was read and recorded."""
+    claims: tuple[Claim, ...] = ()
+    """What is known of it, feature by feature."""
+    never_run: str = ""
+    """Why nothing of it is ever certain. "": it was read beside a running engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +241,6 @@ class Adapter:
     profile: EngineProfile
     decode: Callable[[bytes], Batch]
     """Reads the payload of one message; never raises."""
+    pulled: Callable[[int], Callable[[bytes], Batch]] | None = None
+    """Makes a reader of the entries of one rank that are pulled over HTTP, for blocks of so many tokens. None: there are
+    none."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from servingfleet_protos.v1.common_pb2 import TIER_GPU, TIER_HOST
 
-from . import schema, wire
+from . import claims, schema, wire
 from .events import (
     Adapter,
     Batch,
@@ -22,13 +22,14 @@ from .events import (
     Dropped,
     EngineProfile,
     Event,
+    Foreign,
     Group,
     Removed,
     Shape,
     Stored,
     TierTraits,
 )
-from .schema import Schema
+from .schema import GRAVE, TEXT, Schema
 from .wire import BadValue
 
 __all__ = ["ADAPTER", "PROFILE", "decode", "decode_payload"]
@@ -39,24 +40,44 @@ PROFILE = EngineProfile(
         # One copy for each place in the tree. Requests with an extra_key have trees of their own, whose pages share
         # hashes with the plain one's: then what is held is an upper bound, and the best guess all the same.
         TIER_GPU: TierTraits(
-            multiset=False, whole_prompt=False, upper_in_predicted=True, root_once=True
+            multiset=False,
+            whole_prompt=False,
+            upper_in_predicted=True,
+            stray_removal=Doubt.AMBIGUOUS,
+            root_once=True,
         ),
         TIER_HOST: TierTraits(multiset=False, whole_prompt=False, upper_in_predicted=True),
     },
     cleared_tiers=frozenset({TIER_GPU, TIER_HOST}),
     attention_kinds=frozenset({None}),
     proves_roots=True,
+    copies_first=True,
     fixed_unit=True,
     adapters_since=(0, 5, 23),
+    recorded=(0, 5, 23),
+    claims=claims.SGLANG,
+    generations=(
+        schema.arrays((0, 4, 6), 6, 2, batch_length=2),
+        schema.arrays((0, 4, 8), 6, 2),
+        schema.arrays((0, 5, 9), 7, 3),
+        schema.maps((0, 5, 20)),
+    ),
 )
 
 # DISK and EXTERNAL have names in 0.5.23 and nothing that says them: unknown until seen.
 MEDIA: Mapping[str, int] = {"GPU": TIER_GPU, "CPU_PINNED": TIER_HOST}
 
+PAGES_PROVEN = 64
+"""Pages of a prompt whose hashes are computed again: two microseconds each."""
+CHAIN_BROKEN = "pages whose hashes are not the chain of their token_ids"
+
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"
 _EMPTY_TUPLE = 5740354900026072187
 """Python's hash(()): the parent of a prompt's first page before 0.5.1."""
+
+MAX_TOKEN = 2**32
+"""The values that stand for an image's tokens may be beyond any vocabulary."""
 
 _EIGHTH = "eighth element"
 """No map has this key."""
@@ -97,17 +118,19 @@ def _content_hashes(seen: str) -> Dropped:
 def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     hashes, width = _hashes(fields["block_hashes"])
     parent_value = fields["parent_block_hash"]
-    parent = None if parent_value is None else _hashes([parent_value])[0]
+    parent = None if parent_value is None else _hashes([parent_value], "parent_block_hash")[0]
     if not hashes:
-        raise BadValue("no_hashes", "a store without a hash")
+        raise BadValue("no_hashes", "block_hashes is empty")
     unit = fields["block_size"]
     if not wire.is_integer(unit, 1, 2**20):
-        raise BadValue("block_size", "block_size is no integer from 1 to 2^20")
+        raise BadValue("block_size", f"block_size is {unit!r:.40}; expected 1 to 2^20")
     tokens, pairs = _tokens(fields["token_ids"])
     count = len(hashes) // width
     keys = len(tokens) // 4 - pairs
     if keys != count * unit:
-        raise BadValue("token_count", f"{keys} keys in {count} pages of {unit}")
+        raise BadValue(
+            "token_count", f"token_ids has {keys} keys; expected {count} pages of block_size {unit}"
+        )
     is_map = shape.form == "map"
     low, high = wire.signs([*fields["block_hashes"], parent_value])
     shape = replace(
@@ -121,8 +144,10 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
         tells_salts=is_map,
         pairs=pairs,
     )
-    tier = schema.tier_of(fields, shape, MEDIA)
-    salt = wire.text("cache salt", _salt(fields, is_map))
+    tier = schema.tier_of(fields, shape, MEDIA, stored=True)
+    if isinstance(tier, Foreign):
+        return [tier]
+    salt = wire.text("cache_salt", _salt(fields, is_map))
     adapter = wire.text("lora_name", fields.get("lora_name"))
     event = Stored(shape, tier, Group(), hashes, width, parent, tokens, unit, adapter, salt)
     if shape.form == "array 6" and parent_value == _EMPTY_TUPLE:
@@ -133,8 +158,7 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
 def _namespaced(event: Stored, pairs: bool) -> Event:
     """A prompt's first pages, in the namespace that their first hash proves."""
     first = event.hashes[: event.width]
-    unit = event.unit_tokens
-    keys = _keys(event.tokens[: (unit + pairs) * 4], pairs)
+    keys = _page(event, 0, pairs)
     if not event.cache_salt:
         known = {_packed(sha256(keys).digest())}
     else:
@@ -151,10 +175,28 @@ def _namespaced(event: Stored, pairs: bool) -> Event:
         # The adapter's own key is not on the wire: another load of it, or an extra_key, looks the same.
         return replace(event, doubtful=True)
     if first in known:
-        return event
+        return event if _chained(event, pairs) else _content_hashes(CHAIN_BROKEN)
     if event.shape.form != "map" and not event.cache_salt:
         return _content_hashes("a first page whose hash is not that of its tokens")
     return replace(event, opaque=True)
+
+
+def _chained(event: Stored, pairs: bool) -> bool:
+    """Whether the pages' hashes are those of their tokens, page after page, as far as is looked at."""
+    if event.cache_salt:
+        return True  # one of two recipes: its first page has shown which
+    digest = b""
+    for at in range(min(len(event.hashes) // event.width, PAGES_PROVEN)):
+        digest = sha256(digest + _page(event, at, pairs)).digest()
+        if event.hashes[at * 8 : at * 8 + 8] != _packed(digest):
+            return False
+    return True
+
+
+def _page(event: Stored, at: int, pairs: bool) -> bytes:
+    """What the engine hashes of a page."""
+    unit = event.unit_tokens
+    return _keys(event.tokens[at * unit * 4 : ((at + 1) * unit + pairs) * 4], pairs)
 
 
 def _namespace(salt: str) -> bytes:
@@ -178,11 +220,11 @@ def _packed(digest: bytes) -> bytes:
     return digest[7::-1]
 
 
-def _hashes(values: object) -> tuple[bytes, int]:
+def _hashes(values: object, name: str = "block_hashes") -> tuple[bytes, int]:
     """As `wire.pack_hashes`, of signed 64-bit integers only."""
-    packed, width = wire.pack_hashes(values)
+    packed, width = wire.pack_hashes(values, name)
     if width == 32 or wire.signs(values if type(values) is list else [])[1]:
-        raise BadValue("hash_type", "a block hash is no signed 64-bit integer")
+        raise BadValue("hash_type", f"{name} holds something that is no signed 64-bit integer")
     return packed, width
 
 
@@ -191,16 +233,17 @@ def _tokens(values: object) -> tuple[bytes, bool]:
     if type(values) is not list or not values or type(values[0]) is not list:
         if type(values) is list and any(type(value) is list for value in values):
             raise BadValue("pairs_mixed", "token_ids mixes tokens and pairs")
-        return wire.pack_tokens(values), False
+        return wire.pack_tokens(values, MAX_TOKEN), False
     if any(type(pair) is not list or len(pair) != 2 for pair in values):
         raise BadValue("pairs_mixed", "token_ids holds pairs, and something else")
     firsts = [pair[0] for pair in values]
     seconds = [pair[1] for pair in values]
     if firsts[1:] != seconds[:-1]:
         raise BadValue(
-            "pairs_apart", "a pair does not begin with the token that ends the one before"
+            "pairs_apart",
+            "token_ids: a pair does not begin with the token that ends the one before",
         )
-    return wire.pack_tokens([*firsts, seconds[-1]]), True
+    return wire.pack_tokens([*firsts, seconds[-1]], MAX_TOKEN), True
 
 
 def _salt(fields: Mapping[str, Any], is_map: bool) -> object:
@@ -214,13 +257,14 @@ def _salt(fields: Mapping[str, Any], is_map: bool) -> object:
 
 def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     hashes, width = _hashes(fields["block_hashes"])
+    if not hashes:
+        raise BadValue("no_hashes", "block_hashes is empty in a removal")
     low, high = wire.signs(fields["block_hashes"])
     shape = replace(shape, hash_width=width, low=low, high=high)
-    try:
-        tier = schema.tier_of(fields, shape, MEDIA)
-    except BadValue as error:
-        return [schema.removal_of_no_tier(error, shape)]
-    named = wire.distinct(hashes, width) if hashes else hashes
+    tier = schema.tier_of(fields, shape, MEDIA, stored=False)
+    if isinstance(tier, Foreign):
+        return [tier]
+    named = wire.distinct(hashes, width)
     return [Removed(shape, tier, Group(), named, width, twice=len(named) < len(hashes))]
 
 
@@ -228,23 +272,14 @@ _SCHEMAS: Mapping[str, Schema] = {
     "BlockStored": Schema(
         fields=_STORED,
         lengths=frozenset({6, 7, 8}),
-        required=frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size"}),
+        required=frozenset(_STORED[:5]),
         map_only=frozenset({"cache_salt", "session_id", "lora_name"}),
         doubt=Doubt.INCOMPLETE,
         build=_stored,
-        grave=frozenset(
-            {
-                "hash_type",
-                "hash_width",
-                "hash_range",
-                "no_hashes",
-                "token_count",
-                "token_type",
-                "block_size",
-                "pairs_mixed",
-                "pairs_apart",
-            }
-        ),
+        grave=GRAVE
+        | {"no_hashes", "token_count", "token_type", "block_size", "pairs_mixed", "pairs_apart"},
+        types={"lora_id": (int, schema.NIL), "session_id": TEXT},
+        media=MEDIA,
     ),
     "BlockRemoved": Schema(
         fields=_REMOVED,
@@ -253,7 +288,7 @@ _SCHEMAS: Mapping[str, Schema] = {
         map_only=frozenset(),
         doubt=Doubt.STALE,
         build=_removed,
-        grave=frozenset({"hash_type", "hash_width", "hash_range"}),
+        media=MEDIA,
     ),
     "AllBlocksCleared": schema.CLEARED,
 }

@@ -68,7 +68,11 @@ def is_integer(value: object, least: int, below: int) -> bool:
     return type(value) is int and least <= value < below
 
 
-def pack_tokens(values: object) -> bytes:
+MAX_TOKEN = 2**31
+"""No vocabulary is larger. LMCache has put hashes where tokens belong."""
+
+
+def pack_tokens(values: object, below: int = MAX_TOKEN) -> bytes:
     """Token ids, packed little-endian. Raises BadValue."""
     if type(values) is not list:
         raise BadValue("field_type", f"token_ids is {type(values).__name__}; expected an array")
@@ -76,33 +80,34 @@ def pack_tokens(values: object) -> bytes:
         return b""
     if set(map(type, values)) != {int}:
         raise BadValue("token_type", "token_ids holds something that is no integer")
-    try:
-        return struct.pack(f"<{len(values)}I", *values)
-    except struct.error:
-        raise BadValue("token_range", "a token id is negative or beyond 32 bits") from None
+    if min(values) < 0 or max(values) >= below:
+        raise BadValue(
+            "token_range", f"token_ids holds an id that is negative or above {below - 1}"
+        )
+    return struct.pack(f"<{len(values)}I", *values)
 
 
-def pack_hash(value: object) -> bytes:
+def pack_hash(value: object, name: str = "parent_block_hash") -> bytes:
     """An engine hash: 8 bytes for an integer of either sign, or the 32 that came. Raises BadValue."""
     if type(value) is int:
         if not -(2**63) <= value < 2**64:
-            raise BadValue("hash_range", "a block hash is beyond 64 bits")
+            raise BadValue("hash_range", f"{name} is beyond 64 bits")
         return (value & (2**64 - 1)).to_bytes(8, "little")
     if type(value) is bytes:
         if len(value) != 32:
-            raise BadValue("hash_width", f"a block hash of {len(value)} bytes; expected 32")
+            raise BadValue("hash_width", f"{name}: {len(value)} bytes; expected 32")
         return value
-    raise BadValue("hash_type", f"a block hash is {type(value).__name__}")
+    raise BadValue("hash_type", f"{name}: {type(value).__name__}; expected an integer or 32 bytes")
 
 
-def pack_hashes(values: object) -> tuple[bytes, int]:
+def pack_hashes(values: object, name: str = "block_hashes") -> tuple[bytes, int]:
     """Engine hashes and their width in bytes (0: there are none). Raises BadValue."""
     if type(values) is not list:
-        raise BadValue("field_type", f"block_hashes is {type(values).__name__}; expected an array")
-    packed = [pack_hash(value) for value in values]
+        raise BadValue("field_type", f"{name} is {type(values).__name__}; expected an array")
+    packed = [pack_hash(value, name) for value in values]
     widths = set(map(len, packed))
     if len(widths) > 1:
-        raise BadValue("hash_type", "block_hashes mixes integers and bytes")
+        raise BadValue("hash_type", f"{name} mixes integers and bytes")
     return b"".join(packed), widths.pop() if widths else 0
 
 

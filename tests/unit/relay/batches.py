@@ -46,10 +46,13 @@ def stored(
         "parent_block_hash": parent,
         "token_ids": tokens,
         "block_size": block,
-        "lora_id": None,
+        "lora_id": None if fields.get("lora_name") is None else 1,
         "medium": "GPU",
         "lora_name": None,
     }
+    if fields.get("medium", "GPU") == "GPU" and hashes:
+        # The offload's events leave them out, and those that name no block.
+        event["extra_keys"] = [None] * len(hashes)
     return event | fields
 
 

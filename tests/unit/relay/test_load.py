@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from servingfleet_relay.load import (
+from servingfleet_relay.answers import (
     Identity,
     Metrics,
+    Progress,
     ScrapeFailed,
+    cached_tokens,
     identity_of,
+    loads_of,
     model_of,
     parse_metrics,
 )
@@ -125,3 +128,85 @@ def test_an_engine_is_what_its_answers_prove_and_nothing_is_guessed(
 def test_metrics_of_two_engines_prove_neither() -> None:
     assert parse_metrics(METRICS + SGLANG, (0, 1)).engine is None
     assert parse_metrics(METRICS, (0, 1)).engine == "vllm"
+
+
+COUNTED = """\
+# TYPE vllm:request_success counter
+vllm:request_success_total{engine="1",finished_reason="stop"} 3.0
+vllm:request_success_total{engine="1",finished_reason="length"} 2.0
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{engine="1"} 1000.0
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total{engine="1"} 640.0
+# TYPE vllm:external_prefix_cache_hits counter
+vllm:external_prefix_cache_hits_total{engine="1"} 60.0
+"""
+
+
+def test_what_a_rank_has_computed_is_what_it_did_not_reuse() -> None:
+    assert parse_metrics(COUNTED, (0, 1)).progress == {1: Progress(finished=5, computed=300)}
+
+
+def test_a_total_of_several_ranks_is_of_none() -> None:
+    text = (
+        "sglang:num_requests_total 5.0\nsglang:prompt_tokens_total 90.0\n"
+        'sglang:cached_tokens_total{cache_source="device"} 30.0\n'
+        'sglang:cached_tokens_total{cache_source="host"} 10.0\n'
+    )
+    assert parse_metrics(text, (0, 1)).progress == {}
+    assert parse_metrics(text, (4,)).progress == {4: Progress(finished=5, computed=50)}
+
+
+def test_tensorrt_llms_metrics_have_names_without_colons() -> None:
+    text = "trtllm_num_requests_running 2\ntrtllm_kv_cache_utilization 0.5\ntrtllm_kv_cache_max_blocks 70\n"
+    metrics = parse_metrics(text, (0,))
+    assert (metrics.engine, metrics.gpu_blocks) == ("trtllm", 70)
+    assert (metrics.loads[0].running_requests, metrics.loads[0].kv_usage) == (2, 0.5)
+
+
+def test_tensorrt_llm_is_told_by_the_owner_of_its_models() -> None:
+    models = {"data": [{"id": "m", "owned_by": "tensorrt_llm"}]}
+    assert identity_of(None, {"version": "1.2.1"}, None, models) == Identity("trtllm", "1.2.1")
+    others = {"data": [{"id": "m", "owned_by": "tensorrt_llm"}, {"id": "n", "owned_by": "me"}]}
+    assert identity_of(None, {"version": "1.2.1"}, None, others) is None
+
+
+def test_sglang_says_how_large_the_blocks_of_its_events_are() -> None:
+    info = {**INFO, "kv_events": {"publisher": "zmq", "block_size": 64}}
+    assert identity_of(info, None, None) == Identity("sglang", "0.5.23", 64)
+
+
+@pytest.mark.parametrize("events", [{}, {"block_size": "64"}, {"block_size": -1}, []])
+def test_a_block_size_that_can_not_be_is_none(events: object) -> None:
+    found = identity_of({**INFO, "kv_events": events}, None, None)
+    assert found == Identity("sglang", "0.5.23", 0)
+
+
+def test_sglangs_loads_tell_what_waits_in_tokens() -> None:
+    row = {
+        "dp_rank": 1,
+        "num_running_reqs": 3,
+        "num_waiting_reqs": 2,
+        "num_waiting_uncached_tokens": 700,
+        "token_usage": 0.25,
+    }
+    loads = loads_of({"loads": [row, {"dp_rank": 9}, "x"]}, (0, 1))
+    assert list(loads) == [1]
+    load = loads[1]
+    assert (load.running_requests, load.waiting_requests, load.waiting_tokens) == (3, 2, 700)
+    assert load.kv_usage == 0.25
+    assert loads_of({"loads": [{"num_running_reqs": -1}]}, (0,))[0].HasField("kv_usage") is False
+    assert loads_of([], (0,)) == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        ({"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}, 48),
+        ({"usage": {"prompt_tokens_details": None}}, None),
+        ({"usage": {}}, None),
+        ([], None),
+    ],
+)
+def test_reported_reuse_is_read_where_it_is_told(answer: object, tokens: int | None) -> None:
+    assert cached_tokens(answer) == tokens

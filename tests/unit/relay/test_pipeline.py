@@ -32,6 +32,7 @@ from tests.unit.relay.batches import CLEARED, END, live, payload, removed, reply
 NOW = 1000.0
 LINK = "scheduler:1"
 CONFIRMED, UPPER = 1, 2
+MAMBA = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
 
 
 def packed(ids: list[int]) -> bytes:
@@ -244,8 +245,12 @@ def test_an_event_of_another_kind_than_configured_is_quarantined() -> None:
 
 def test_a_group_of_unknown_kind_is_not_trusted() -> None:
     relay = proven()
-    kind = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
-    relay.live(0, live(0, stored([1], tokens(1)), stored([2], tokens(1), **kind)), NOW)
+    kinds = [
+        {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+        {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"},
+    ]
+    events = [stored([at + 1], tokens(1), **kind) for at, kind in enumerate(kinds)]
+    relay.live(0, live(0, *events), NOW)
     assert state(relay) == "unproven"
     assert relay.counters()["drop_group_unsupported"] == 1
     assert held(relay)[0] == canonical(tokens(1))
@@ -264,10 +269,20 @@ def test_a_lost_store_opens_the_upper_bound_until_a_clear() -> None:
 def test_an_event_that_may_have_been_a_removal_makes_what_is_held_uncertain() -> None:
     relay = proven()
     relay.live(0, live(0, stored([1], tokens(1))), NOW)
-    relay.live(0, live(1, {"type": "BlockEvicted"}, stored([2], tokens(1, start=500))), NOW)
+    relay.live(0, live(1, {"type": "BlockMoved"}, stored([2], tokens(1, start=500))), NOW)
     assert held(relay) == (canonical(tokens(1, start=500)), canonical(tokens(1)))
     assert relay.counters()["drop_unknown_event"] == 1
     assert state(relay) == "history_lost"
+
+
+@pytest.mark.parametrize("tag", ["BlockEvicted", "BlocksRemoved", "PrefixInvalidated"])
+def test_a_removal_that_nobody_knows_stops_the_stream(tag: str) -> None:
+    relay = proven()
+    relay.live(0, live(0, stored([1], tokens(1))), NOW)
+    relay.live(0, live(1, {"type": tag}), NOW)
+    assert state(relay) == "quarantined"
+    assert tag in relay.status().ranks[0].reason
+    assert held(relay) == (b"", b"")
 
 
 @pytest.mark.parametrize(
@@ -275,10 +290,8 @@ def test_an_event_that_may_have_been_a_removal_makes_what_is_held_uncertain() ->
     [
         (stored([5], tokens(1), parent=5), "self_parent"),
         (stored([5, 5], tokens(2)), "duplicate_in_event"),
-        (stored([5], tokens(1, 32), block=32), "block_size"),
         (stored([5], tokens(1, 8), block=8), "partial_block"),
         (stored([5], [], block=0, medium="CPU", group_idx=9), "group_unknown"),
-        (stored([5], tokens(2)), "token_count"),
     ],
 )
 def test_a_store_that_can_not_be_is_dropped_and_nothing_else_is_disturbed(
@@ -296,9 +309,13 @@ def test_a_store_that_can_not_be_is_dropped_and_nothing_else_is_disturbed(
     ("event", "reason"),
     [
         (["BlockRemoved", [1]], "odd_form_changed"),
+        (stored([5], tokens(1, 32), block=32), "drop_block_size"),
+        (stored([5], tokens(2)), "drop_token_count"),
+        (removed([1], medium=7), "drop_field_type"),
+        ({"type": "BlockRemoved", "block_hashes": [1]}, "drop_field_missing"),
         (removed([b"\x01" * 32]), "odd_hash_kind_changed"),
         (stored([1], tokens(1, start=900)), "drop_hash_conflict"),
-        (stored([9], tokens(1), group_idx=0, kv_cache_spec_kind="mamba"), "drop_group_changed"),
+        (stored([9], tokens(1), **MAMBA), "drop_group_changed"),
     ],
 )
 def test_a_stream_that_changes_its_meaning_is_quarantined_until_the_engine_restarts(
@@ -306,12 +323,14 @@ def test_a_stream_that_changes_its_meaning_is_quarantined_until_the_engine_resta
 ) -> None:
     relay = proven(replay=True)
     linked(relay)
-    relay.live(0, live(0, stored([1], tokens(1))), NOW)
+    named = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    first = named if reason == "drop_group_changed" else {}
+    relay.live(0, live(0, stored([1, 2], tokens(2), **first)), NOW)
     relay.live(0, live(1, event), NOW)
     assert relay.counters()[reason] == 1
     assert state(relay) == "quarantined"
     assert deltas(take(relay))[-1].op == Delta.OP_CLEAR
-    relay.live(0, live(2, stored([3], tokens(1))), NOW)
+    relay.live(0, live(2, stored([3], tokens(1), **first)), NOW)
     assert held(relay) == (b"", b"")
     relay.socket_down(0, NOW)
     relay.socket_up(0, NOW)
@@ -334,7 +353,19 @@ def test_a_unit_that_fits_no_canonical_block_is_refused_aloud() -> None:
 def test_a_configured_block_size_binds() -> None:
     relay = proven(engine_block_tokens=32)
     relay.live(0, live(0, stored([1], tokens(1))), NOW)
+    assert relay.counters()["drop_partial_block"] == 1
+    relay.live(0, live(1, stored([2, 3], tokens(2))), NOW)
     assert relay.counters()["drop_block_size"] == 1
+    assert state(relay) == "quarantined"
+
+
+def test_parts_of_a_block_that_come_first_do_not_set_its_size() -> None:
+    relay = proven()
+    relay.live(0, live(0, stored([1], tokens(1))), NOW)
+    relay.live(0, live(1, stored([2], tokens(1, 64, start=500), block=64)), NOW)
+    assert relay.open_link(LINK, NOW).hello.profile.lanes[0].unit_tokens == 64
+    assert relay.counters()["odd_partial_block"] == 1
+    assert state(relay) == "history_lost"
 
 
 def test_batches_of_another_rank_are_not_indexed() -> None:
@@ -351,10 +382,16 @@ def test_a_field_of_a_newer_release_takes_the_trust_away() -> None:
     assert held(relay)[0] == canonical(tokens(1))
 
 
-def test_hashes_that_cover_later_tokens_are_not_trusted() -> None:
+def test_hashes_that_cover_later_tokens_give_one_block_less_and_no_promise() -> None:
     relay = proven()
     relay.live(0, live(0, stored([1], tokens(1), lookahead_token_ids=[[1]])), NOW)
-    assert state(relay) == "unproven"
+    profile = relay.open_link(LINK, NOW).hello.profile
+    assert profile.lanes[0].upper_in_predicted
+    less = {rule.tier: rule.less_units for rule in profile.tiers}
+    assert (less[common_pb2.TIER_GPU], less[common_pb2.TIER_HOST]) == (1, 0)
+    assert held(relay) == (b"", canonical(tokens(1)))
+    assert "C4" in relay.status().ranks[0].reason
+    assert state(relay) == "history_lost"
 
 
 def test_wrong_frames_are_counted_and_change_nothing() -> None:
@@ -536,14 +573,15 @@ def test_an_engine_that_nobody_wrote_an_adapter_for_is_refused() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=40).map(lambda b: payload(CLEARED)[:-9] + b))
-def test_no_payload_that_is_no_batch_raises_or_changes_what_is_held(body: bytes) -> None:
+def test_a_payload_that_is_no_batch_never_adds_to_what_is_held(body: bytes) -> None:
     assume(all(isinstance(event, Dropped) for event in vllm.decode_payload(body).events))
     assume(vllm.decode_payload(body).rank in (None, 0))
     relay = proven()
     relay.live(0, live(0, stored([1, 2], tokens(2))), NOW)
     relay.live(0, [b"", (1).to_bytes(8, "big"), body], NOW)
     confirmed, upper = held(relay)
-    assert ascending(confirmed + upper) == ascending(canonical(tokens(2)))
+    known = b"" if state(relay) == "quarantined" else ascending(canonical(tokens(2)))
+    assert ascending(confirmed + upper) == known
     assert relay.status().ranks[0].engine_seq == 1
 
 

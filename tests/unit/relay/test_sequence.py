@@ -388,3 +388,39 @@ def test_no_probe_without_a_replay_socket_or_a_connection() -> None:
             numbers.socket_down()
         numbers.tick(NOW + 60)
         assert numbers.take_request() is None
+
+
+def test_a_history_that_does_not_add_up_is_read_again_from_the_start() -> None:
+    numbers = connected(upto=3)
+    assert kinds(numbers.rebuild("more than fits", NOW)) == ["Lost"]
+    assert numbers.state[0] == STREAM_STATE_RESYNCING
+    assert numbers.live(*batch(4), NOW) == []
+    assert applied(answer(numbers, range(4))) == [0, 1, 2, 3, 4]
+    assert numbers.state == (STREAM_STATE_LIVE, "")
+    assert numbers.incarnation == 1
+
+
+def test_a_history_read_again_whose_start_is_gone_is_lost() -> None:
+    numbers = connected(upto=3)
+    numbers.rebuild("more than fits", NOW)
+    assert applied(answer(numbers, [2, 3])) == [2, 3]
+    state, reason = numbers.state
+    assert state == STREAM_STATE_HISTORY_LOST
+    assert "begins at 2" in reason
+
+
+def test_what_can_not_be_read_again_goes_on_without_its_history() -> None:
+    numbers = connected(replay=False, upto=3)
+    assert kinds(numbers.rebuild("more than fits", NOW)) == ["Lost"]
+    assert numbers.take_request() is None
+    assert numbers.state == (STREAM_STATE_HISTORY_LOST, "read again: more than fits")
+    assert applied(numbers.live(*batch(4), NOW)) == [4]
+
+
+def test_a_history_read_again_without_an_answer_goes_on_with_what_comes() -> None:
+    numbers = connected(upto=3)
+    numbers.rebuild("more than fits", NOW)
+    numbers.take_request()
+    numbers.replay_failed("silent", NOW)
+    assert applied(numbers.live(*batch(4), NOW)) == [4]
+    assert numbers.state[0] == STREAM_STATE_HISTORY_LOST

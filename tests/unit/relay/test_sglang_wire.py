@@ -9,7 +9,15 @@ import pytest
 
 from servingfleet_protos.v1.common_pb2 import TIER_GPU, TIER_HOST
 from servingfleet_relay.adapters import sglang
-from servingfleet_relay.adapters.events import Cleared, Doubt, Dropped, Event, Removed, Stored
+from servingfleet_relay.adapters.events import (
+    Cleared,
+    Doubt,
+    Dropped,
+    Event,
+    Foreign,
+    Removed,
+    Stored,
+)
 from tests.unit.relay.batches import CLEARED, live, payload, tokens
 from tests.unit.relay.pages import (
     in_namespace,
@@ -128,10 +136,13 @@ def test_media_are_tiers(medium: str, tier: int) -> None:
     assert (got.tier, got.hashes) == (tier, packed(1))
 
 
-@pytest.mark.parametrize("medium", ["CPU", "DISK", "EXTERNAL", "gpu", 3])
-def test_an_unknown_medium_is_never_the_gpu(medium: object) -> None:
-    assert dropped_of(stored(PROMPT, medium=medium)).reason == "unknown_medium"
-    assert dropped_of(removed([1], medium)).doubt is Doubt.NONE
+@pytest.mark.parametrize("medium", ["CPU", "DISK", "EXTERNAL", "gpu"])
+def test_an_unknown_medium_is_never_the_gpu(medium: str) -> None:
+    for event, told in ((stored(PROMPT, medium=medium), True), (removed([1], medium), False)):
+        got = only(event)
+        assert isinstance(got, Foreign)
+        assert (got.medium, got.stored) == (repr(medium), told)
+    assert dropped_of(stored(PROMPT, medium=3)).reason == "field_type"
 
 
 def test_no_medium_is_the_gpu_only_before_media_existed() -> None:

@@ -65,7 +65,7 @@ def test_claimed_lengths_reserve_no_memory() -> None:
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (stored([1], [*tokens(1)[:-1], 2**32]), "token_range"),
+        (stored([1], [*tokens(1)[:-1], 2**31]), "token_range"),
         (stored([1], [*tokens(1)[:-1], -1]), "token_range"),
         (stored([1], [*tokens(1)[:-1], True]), "token_type"),
         (stored([1], [*tokens(1)[:-1], "7"]), "token_type"),
@@ -82,7 +82,8 @@ def test_claimed_lengths_reserve_no_memory() -> None:
         (stored([1], []), "token_count"),
         (stored([], tokens(1)), "no_hashes"),
         (stored([], [], block=0), "no_hashes"),
-        (stored([2**64 - 1, -1], tokens(2)), ""),
+        (stored([2**64 - 1, 1], tokens(2)), ""),
+        (stored([2**64 - 1, -1], tokens(2)), "hash_range"),
         (stored(["1"], tokens(1)), "hash_type"),
         (stored([True], tokens(1)), "hash_type"),
         (stored([1.0], tokens(1)), "hash_type"),

@@ -14,6 +14,7 @@ from servingfleet_relay.adapters.events import (
     Doubt,
     Dropped,
     Event,
+    Foreign,
     Removed,
     Span,
     Stored,
@@ -91,10 +92,11 @@ def test_a_batch_may_have_two_or_three_elements(length: int) -> None:
 
 
 def test_signed_hashes_keep_their_bits_and_say_so() -> None:
-    event = stored_of(stored([-2], tokens(1)))
+    event = stored_of(stored_array(6, [-2], tokens(1)))
     assert event.hashes == packed(2**64 - 2)
     assert event.shape.low
     assert not event.shape.high
+    assert reason_of(stored([-2], tokens(1))) == "hash_range"
 
 
 def test_hashes_of_32_bytes_keep_their_width() -> None:
@@ -115,22 +117,28 @@ def test_media_without_removals_are_an_upper_bound() -> None:
     assert not stored_of(stored([1], tokens(1), medium="CPU")).doubtful
 
 
-@pytest.mark.parametrize("medium", ["gpu", "CPU_PINNED", "NVME", "", 7, ["GPU"]])
-def test_an_unknown_medium_is_never_the_gpu(medium: object) -> None:
-    assert reason_of(stored([1], tokens(1), medium=medium)) == "unknown_medium"
-    assert reason_of(removed([1], medium=medium)) == "unknown_medium"
+@pytest.mark.parametrize("medium", ["gpu", "CPU_PINNED", "NVME", ""])
+def test_an_unknown_medium_is_never_the_gpu(medium: str) -> None:
+    stores, removals = stored([1], tokens(1), medium=medium), removed([1], medium=medium)
+    for event, told in ((stores, True), (removals, False)):
+        got = only(event)
+        assert isinstance(got, Foreign)
+        assert (got.medium, got.stored) == (repr(medium), told)
 
 
-def test_a_removal_from_an_unknown_medium_casts_no_doubt() -> None:
-    event = only(removed([1], medium="NVME"))
-    assert isinstance(event, Dropped)
-    assert event.doubt is Doubt.NONE
+@pytest.mark.parametrize("medium", [7, ["GPU"], b"GPU"])
+def test_a_medium_that_is_no_text_is_another_wire_format(medium: object) -> None:
+    assert reason_of(stored([1], tokens(1), medium=medium)) == "field_type"
+    assert reason_of(removed([1], medium=medium)) == "field_type"
 
 
 def test_a_removal_without_a_medium_may_have_been_of_anything() -> None:
-    event = only({"type": "BlockRemoved", "block_hashes": [1]})
+    event = only(removed([1], medium=None))
     assert isinstance(event, Dropped)
     assert (event.reason, event.doubt) == ("medium_missing", Doubt.STALE)
+    unnamed = only({"type": "BlockRemoved", "block_hashes": [1]})
+    assert isinstance(unnamed, Dropped)
+    assert (unnamed.reason, unnamed.doubt) == ("field_missing", Doubt.QUARANTINED)
 
 
 def test_no_medium_is_the_gpu_only_before_media_existed() -> None:
@@ -174,11 +182,25 @@ def test_blocks_are_opaque_from_the_first_unknown_key_on() -> None:
         {"extra_keys": [None]},
         {"extra_keys": [["other"], None], "lora_name": "ad"},
         {"extra_keys": [[b"digest"], None]},
-        {"lora_id": 3},
     ],
 )
 def test_keys_that_do_not_add_up_make_the_whole_event_opaque(fields: dict[str, Any]) -> None:
     assert stored_of(stored([1, 2], tokens(2), **fields)).opaque
+
+
+def test_an_adapters_number_without_its_name_was_enough_only_before_names_existed() -> None:
+    numbered = stored_array(7, [1], tokens(1))
+    numbered[5] = 3
+    assert stored_of(numbered).opaque
+    assert reason_of(stored([1], tokens(1), lora_id=3)) == "field_type"
+    assert reason_of(stored([1], tokens(1), lora_name="ad", lora_id=None)) == "field_type"
+
+
+def test_a_store_on_the_gpu_that_leaves_its_extra_keys_out_is_no_plain_one() -> None:
+    untold = stored([1], tokens(1))
+    del untold["extra_keys"]
+    assert reason_of(untold) == "field_missing"
+    assert not stored_of(stored([1], tokens(1), medium="CPU")).keys_told
 
 
 def test_a_placeholder_has_neither_tokens_nor_unit() -> None:
@@ -208,8 +230,8 @@ def test_one_token_too_many_on_the_host_is_lmcaches_slice() -> None:
 
 def test_hashes_that_cover_later_tokens_are_marked() -> None:
     event = stored_of(stored([1], tokens(1), lookahead_token_ids=[[7, 8]]))
-    assert event.shape.unknown_fields == ("lookahead_token_ids",)
-    assert stored_of(stored([1], tokens(1), lookahead_token_ids=[])).shape.unknown_fields == ()
+    assert (event.shape.oddities, event.doubtful) == (("lookahead",), True)
+    assert stored_of(stored([1], tokens(1), lookahead_token_ids=[])).shape.oddities == ()
 
 
 def test_a_key_that_no_release_sends_is_marked_not_fatal() -> None:

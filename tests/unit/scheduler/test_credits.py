@@ -56,6 +56,20 @@ def test_the_end_of_a_credit_is_told_too() -> None:
     assert [each.decision_id for each in relay.take("credit_ended")] == [response.decision_id]
 
 
+def test_what_became_of_a_prompt_is_told_to_the_relay_of_where_it_ran() -> None:
+    scheduler = make_scheduler()
+    relay, other = FakeRelay(scheduler).hello(), FakeRelay(scheduler, replica="r2").hello()
+    response = scheduler.route(route_request(65), 0.0)
+    ran, idle = (relay, other) if response.target.replica == "r1" else (other, relay)
+    scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
+    assert ran.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=0, reported=48)]
+    assert idle.take("outcome") == []
+    failed = scheduler.route(route_request(65, first=900), 2.0)
+    stage = routing_pb2.ReportRequest.STAGE_FAILED
+    scheduler.report(finished(failed.decision_id, prompt=65, stage=stage), 3.0)
+    assert ran.take("outcome") == []
+
+
 def test_the_own_echo_is_ignored() -> None:
     scheduler = make_scheduler()
     relay = FakeRelay(scheduler).hello()

@@ -1,0 +1,98 @@
+"""Pulling an engine's events over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from servingfleet_relay.load import EngineHttp
+from servingfleet_relay.pipeline import Pipeline
+from servingfleet_relay.pull import Puller
+from servingfleet_relay.settings import PipelineSettings, RelaySettings
+from tests.unit.relay.batches import tokens
+from tests.unit.relay.entries import block, created, stored
+
+DEADLINE_S = 10.0
+SETTINGS = RelaySettings(sockets=(), schedulers=(), pull_interval_s=0.01)
+
+
+class Engine:
+    """Answers each entry once, or refuses."""
+
+    def __init__(self) -> None:
+        self.entries: list[object] = []
+        self.refuses = False
+        self.asked = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        assert request.method == "POST"
+        self.asked.set()
+        if self.refuses:
+            raise web.HTTPServiceUnavailable
+        taken, self.entries = self.entries, []
+        return web.json_response(taken)
+
+
+@asynccontextmanager
+async def pulling(engine: Engine) -> AsyncIterator[Pipeline]:
+    app = web.Application()
+    app.router.add_route("*", "/kv_cache_events", engine.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    http = EngineHttp(f"http://127.0.0.1:{runner.addresses[0][1]}", SETTINGS)
+    settings = PipelineSettings(
+        "r", "m", (0,), "s", engine="trtllm", pull=True, engine_block_tokens=32
+    )
+    pipeline = Pipeline(settings, 0.0)
+    task = asyncio.create_task(Puller(http, SETTINGS, pipeline).run())
+    try:
+        yield pipeline
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await http.close()
+        await runner.cleanup()
+
+
+async def reached(pipeline: Pipeline, state: str) -> None:
+    changed = asyncio.Event()
+    pipeline.on_output = changed.set
+    async with asyncio.timeout(DEADLINE_S):
+        while pipeline.status().ranks[0].state != state:
+            await changed.wait()
+            changed.clear()
+
+
+async def test_entries_are_read_once_and_held() -> None:
+    engine = Engine()
+    engine.entries = [created(), stored(1, block(7, tokens(2)))]
+    async with pulling(engine) as pipeline:
+        await reached(pipeline, "history_lost")
+        assert pipeline.counters()["events_stored"] == 1
+        assert pipeline.counters()["batches"] == 2
+
+
+async def test_an_engine_that_does_not_answer_is_not_believed_until_its_numbers_go_on() -> None:
+    engine = Engine()
+    engine.entries = [created()]
+    async with pulling(engine) as pipeline:
+        await reached(pipeline, "history_lost")
+        engine.refuses = True
+        await reached(pipeline, "unproven")
+        engine.entries = [stored(1, block(7, tokens(2)))]
+        engine.refuses = False
+        await reached(pipeline, "history_lost")
+        assert pipeline.status().ranks[0].incarnation == 1
+
+
+async def test_an_answer_that_is_no_list_is_none() -> None:
+    engine = Engine()
+    async with pulling(engine) as pipeline:
+        engine.entries = {}  # type: ignore[assignment]
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.asked.wait()
+        assert pipeline.counters().get("batches", 0) == 0
