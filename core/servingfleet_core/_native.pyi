@@ -4,7 +4,7 @@ Hashes travel packed: consecutive little-endian unsigned 64-bit integers in byte
 little-endian unsigned 32-bit integers. Malformed arguments raise ValueError, and change nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Self, final
 
 __all__ = [
@@ -163,10 +163,13 @@ class Profile:
         cls,
         lanes: Sequence[tuple[int, int, int, int, int, int, bool]],
         tiers: Sequence[tuple[int, bool, int, bool]],
+        *,
+        stores: Mapping[int, str] = {},
     ) -> Self:
         """Lanes: (lane, tier, state class, group, window_tokens, unit_tokens, upper_in_predicted), numbers as in the
         protocol's enums. Tiers: (tier, cap is the whole prompt, less_units, extends). A tier without a rule caps at
-        prompt - 1, takes nothing off and extends. Raises ValueError for a unit that neither divides nor is divided
+        prompt - 1, takes nothing off and extends. `stores`: by lane, the store that it shows; what any trusted rank
+        tells of a store extends every rank that has a lane of it. Raises ValueError for a unit that neither divides nor is divided
         by the canonical block (checked against the index that uses it), unknown enum numbers, lane numbers >= 64, a
         lane or a tier given twice, a group of two classes or windows."""
 

@@ -1,5 +1,7 @@
 //! The Python face; `_native.pyi` is its contract.
 
+use std::collections::BTreeMap;
+
 use pyo3::create_exception;
 use pyo3::exceptions::{PyKeyError, PyOverflowError, PyValueError};
 use pyo3::prelude::*;
@@ -342,9 +344,9 @@ impl Mirror {
         Ok(pack(py, &self.mirror.holdings(lane.0, confidence.0)?))
     }
 
-    fn counts(&self) -> std::collections::BTreeMap<&'static str, u64> {
+    fn counts(&self) -> BTreeMap<&'static str, u64> {
         let (sizes, totals) = (self.mirror.sizes(), self.mirror.totals());
-        std::collections::BTreeMap::from([
+        BTreeMap::from([
             ("units_held", sizes.units_held),
             ("units_placed", sizes.units_placed),
             ("orphans", sizes.orphans),
@@ -419,15 +421,33 @@ fn lane_of(lane: PyLane) -> Result<Lane, String> {
         group,
         unit,
         upper_in_predicted,
+        store: String::new(),
     })
 }
 
 #[pymethods]
 impl Profile {
     #[new]
-    fn new(lanes: Vec<PyLane>, tiers: Vec<(Int<u32>, bool, Int<u32>, bool)>) -> PyResult<Self> {
+    #[pyo3(signature = (lanes, tiers, *, stores=BTreeMap::new()), text_signature = "(lanes, tiers, *, stores={})")]
+    fn new(
+        lanes: Vec<PyLane>,
+        tiers: Vec<(Int<u32>, bool, Int<u32>, bool)>,
+        stores: BTreeMap<u32, String>,
+    ) -> PyResult<Self> {
         let lanes: Result<Vec<Lane>, String> = lanes.into_iter().map(lane_of).collect();
         let mut lanes = lanes.map_err(PyValueError::new_err)?;
+        for (number, store) in stores {
+            let lane = lanes
+                .iter_mut()
+                .find(|lane| u32::from(lane.number) == number);
+            match lane {
+                Some(lane) => lane.store = store,
+                None => {
+                    let text = format!("store of lane {number}, which is not declared");
+                    return Err(PyValueError::new_err(text));
+                }
+            }
+        }
         lanes.sort_by_key(|lane| lane.number);
         for pair in lanes.windows(2) {
             if pair[0].number == pair[1].number {
@@ -644,9 +664,9 @@ impl Index {
         Ok(self.index.credits(replica.0, rank.0)?)
     }
 
-    fn counts(&self) -> std::collections::BTreeMap<&'static str, u64> {
+    fn counts(&self) -> BTreeMap<&'static str, u64> {
         let counts = self.index.counts();
-        std::collections::BTreeMap::from([
+        BTreeMap::from([
             ("entries", counts.entries),
             ("blocks", counts.blocks as u64),
             ("runs", counts.runs as u64),

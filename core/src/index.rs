@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hashbrown::HashTable;
 
-use crate::bits;
+use crate::bits::{self, Blocks};
 use crate::credits::Credits;
 use crate::hash::spread;
 use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS};
@@ -42,6 +42,8 @@ struct Rank {
     plan: Arc<Plan>,
     /// In the order of the plan's lanes.
     in_plan: Vec<Option<[Holder; 2]>>,
+    /// Likewise: the store that a lane shows, by its place in the roll.
+    shared: Vec<Option<usize>>,
 }
 
 struct Replica {
@@ -122,6 +124,10 @@ struct Roll {
     seen: Vec<u64>,
     /// Bit by place: more than the prefix counts.
     mixed: Vec<u64>,
+    /// Stores that several may load from: who tells of each.
+    stores: Vec<Vec<[Holder; 2]>>,
+    /// Bit by place: this rank can load from a store.
+    attached: Vec<u64>,
 }
 
 #[derive(Default)]
@@ -275,6 +281,7 @@ impl Index {
             lanes: BTreeMap::new(),
             plan: Arc::clone(&plan),
             in_plan: Vec::new(),
+            shared: Vec::new(),
         };
         let slot = match self.free_ranks.pop() {
             Some(slot) => {
@@ -437,6 +444,12 @@ impl Index {
         let count: u32 = seen.iter().map(|word| word.count_ones()).sum();
         let mut matches: Vec<Match> = Vec::with_capacity(count as usize);
         let blocks = hashes.len() as u64;
+        let stores: Vec<[Vec<u64>; 2]> = self
+            .roll
+            .stores
+            .iter()
+            .map(|told| self.union(told, blocks))
+            .collect();
         let mut held = Vec::new();
         // What the last answer rested on, if on nothing but its plan and its prefix.
         let mut last = (NO_PLAN, 0);
@@ -469,6 +482,12 @@ impl Index {
                     },
                     None => Held::default(),
                 }));
+                for (held, store) in held.iter_mut().zip(&rank.shared) {
+                    if let Some([confirmed, upper]) = store.and_then(|store| stores.get(store)) {
+                        let bits = |bits| Blocks { prefix: 0, bits };
+                        (held.confirmed, held.upper) = (bits(confirmed), bits(upper));
+                    }
+                }
                 let credited = match self.credit_bits.get(row.slot as usize) {
                     Some(bits) => Credited {
                         attention: &bits.attention,
@@ -489,6 +508,19 @@ impl Index {
             }
         }
         Ok(matches)
+    }
+
+    /// Blocks of the prompt at hand that any of these holders holds: confirmed, and UPPER.
+    fn union(&self, told: &[[Holder; 2]], blocks: u64) -> [Vec<u64>; 2] {
+        let words = blocks.div_ceil(64);
+        [0, 1].map(|level: usize| {
+            let word = |at| {
+                told.iter().fold(0, |word, holders| {
+                    word | self.found.of(holders[level]).word(at)
+                })
+            };
+            (0..words).map(word).collect()
+        })
     }
 
     /// Which ranks have something to say of the prompt at hand, and what it rests on. False: none has.
@@ -521,6 +553,16 @@ impl Index {
         if seen != 0 {
             roll.seen[at] |= seen;
         }
+        let told = roll.stores.iter().flatten().flatten();
+        if told
+            .into_iter()
+            .any(|&holder| !self.found.of(holder).is_empty())
+        {
+            for (at, &attached) in roll.attached.iter().enumerate() {
+                roll.seen[at] |= attached;
+                roll.mixed[at] |= attached;
+            }
+        }
         for &slot in &self.credited {
             let place = self.ranks[slot as usize].place as usize;
             roll.seen[place / 64] |= 1 << (place % 64);
@@ -539,6 +581,10 @@ impl Index {
         roll.place.resize(self.holder_rank.len(), 0);
         roll.always.clear();
         roll.always.resize(words, 0);
+        roll.stores.clear();
+        roll.attached.clear();
+        roll.attached.resize(words, 0);
+        let mut stores: BTreeMap<(String, u32), usize> = BTreeMap::new();
         let mut plans: BTreeMap<*const Plan, u32> = BTreeMap::new();
         for (place, &slot) in self.slots.values().enumerate() {
             let rank = &mut self.ranks[slot as usize];
@@ -546,6 +592,22 @@ impl Index {
             for [confirmed, upper] in rank.lanes.values() {
                 roll.place[*confirmed as usize] = 2 * rank.place;
                 roll.place[*upper as usize] = 2 * rank.place + 1;
+            }
+            rank.shared.clear();
+            for (lane, holders) in rank.plan.lanes.iter().zip(&rank.in_plan) {
+                let store = (!lane.store.is_empty()).then(|| {
+                    let next = stores.len();
+                    *stores
+                        .entry((lane.store.clone(), lane.group))
+                        .or_insert(next)
+                });
+                if let Some(store) = store {
+                    roll.attached[place / 64] |= 1 << (place % 64);
+                    roll.stores.resize_with(stores.len(), Vec::new);
+                    // Who is not believed is not believed of a store either.
+                    roll.stores[store].extend(holders.filter(|_| rank.trusted));
+                }
+                rank.shared.push(store);
             }
             roll.always[place / 64] |= u64::from(rank.always()) << (place % 64);
             let next = plans.len() as u32;

@@ -36,6 +36,8 @@ pub struct Lane {
     pub unit: u32,
     /// UPPER blocks count in `predicted`.
     pub upper_in_predicted: bool,
+    /// The store that this lane shows: what anybody told of it can be loaded from here. Empty: memory of one's own.
+    pub store: String,
 }
 
 /// What a hit in a tier may report.
@@ -214,6 +216,7 @@ impl Plan {
                 group: 0,
                 unit: block_tokens,
                 upper_in_predicted: false,
+                store: String::new(),
             });
         }
         let mut names: Vec<u32> = lanes.iter().map(|lane| lane.group).collect();
@@ -263,7 +266,7 @@ impl Plan {
             passes_gaps: !attention || ragged > 1,
             small,
             needs_blocks: attention && !small,
-            plain: attention && !small && lanes.len() == 1,
+            plain: attention && !small && lanes.len() == 1 && lanes[0].store.is_empty(),
             undeclared,
             whole: (0..TIERS).any(whole),
             unseen_whole,
@@ -330,19 +333,18 @@ impl Question<'_> {
             true => self.resumed(View::Upper),
             false => predicted,
         };
-        // A fast tier that gives more may leave less than a unit to a slower one, and the sum is less then.
+        // A fast tier that gives more may leave less than a unit to a slower one, and the sum is less then: what is
+        // perhaps there counts against what is expected, too.
         let sum = |view: &[u64; TIERS]| view.iter().sum::<u64>();
-        let predicted = match sum(&upper) < sum(&predicted) {
-            true => upper,
-            false => predicted,
-        };
         let mut ordered = [predicted, lower, upper];
         ordered.sort_by_key(sum);
-        let [lower, _, upper] = ordered;
         Views {
-            lower,
-            predicted,
-            upper,
+            lower: ordered[0],
+            predicted: match sum(&upper) < sum(&predicted) {
+                true => upper,
+                false => predicted,
+            },
+            upper: ordered[2],
         }
     }
 

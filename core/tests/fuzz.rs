@@ -517,6 +517,7 @@ fn plain(number: u8, tier: usize, upper_in_predicted: bool) -> Lane {
         group: 0,
         unit: BLOCK,
         upper_in_predicted,
+        store: String::new(),
     }
 }
 

@@ -11,6 +11,7 @@ fn lane(number: u8, tier: usize, class: Class, group: u32, unit: u32) -> Lane {
         group,
         unit,
         upper_in_predicted: false,
+        store: String::new(),
     }
 }
 

@@ -73,6 +73,11 @@ class _Stopped(Exception):
 @click.option("--hybrid", is_flag=True, help="The model has window or recurrent layers (SGLang).")
 @click.option("--extra-keys", is_flag=True, help="Requests use SGLang's extra_key.")
 @click.option(
+    "--shared-store",
+    default="",
+    help="Name of the store behind the engine's connector (Mooncake, LMCache) that others load from, too.",
+)
+@click.option(
     "--less-units",
     default=0,
     type=click.IntRange(0, 16),
@@ -137,6 +142,7 @@ def main(
     engine: str,
     hybrid: bool,
     extra_keys: bool,
+    shared_store: str,
     less_units: int,
     canary: bool,
     ranks: int,
@@ -194,6 +200,7 @@ def main(
             engine=engine,
             hybrid=hybrid,
             extra_keys=extra_keys,
+            shared_store=checked("--shared-store", shared_store, 256),
             less_units=less_units,
             endpoint=host_port("--endpoint", endpoint),
             labels=labels(label),

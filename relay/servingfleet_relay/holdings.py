@@ -115,10 +115,13 @@ class Holdings:
         unknown = self.mirror.removed_unknown - before
         if unknown and whole and event.tier_told:
             elsewhere = self._elsewhere(event, lane)
-            reason = "removed_elsewhere" if elsewhere else "removed_unknown"
-            where = f"which {elsewhere} holds" if elsewhere else "which nothing holds"
-            text = f"{lane.name}: {unknown} of the blocks of a removal, {where}"
-            found.append(Finding(reason, text, traits.stray_removal, _scope(event.tier)))
+            # Chunks of a host tier share blocks: the second that goes names what is gone already.
+            told = traits.multiset or traits.stray_removal
+            if elsewhere or told:
+                reason = "removed_elsewhere" if elsewhere else "removed_unknown"
+                where = f"which {elsewhere} holds" if elsewhere else "which nothing holds"
+                text = f"{lane.name}: {unknown} of the blocks of a removal, {where}"
+                found.append(Finding(reason, text, traits.stray_removal, _scope(event.tier)))
         return found
 
     def clear(self, tiers: Iterable[int]) -> bool:

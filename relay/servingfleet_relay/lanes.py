@@ -16,6 +16,7 @@ from servingfleet_protos.v1.common_pb2 import (
     STATE_CLASS_RECURRENT,
     STATE_CLASS_WINDOW,
     TIER_GPU,
+    TIER_SHARED,
     StateClass,
     Tier,
 )
@@ -71,6 +72,7 @@ class Lanes:
         host_unit_tokens: int = 0,
         layer_groups: Sequence[LayerGroup] = (),
         less_units: int = 0,
+        shared_store: str = "",
     ) -> None:
         self.engine = profile
         self.version = 0
@@ -80,6 +82,7 @@ class Lanes:
         self._told_unit = 0
         self._host_unit = host_unit_tokens
         self._less_units = less_units
+        self._store = shared_store
         self._classes: dict[int, tuple[int, int]] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._gpu_blocks = 0
@@ -122,10 +125,17 @@ class Lanes:
                 return known
         if known is None and len(self._lanes) >= MAX_LANES:
             return Dropped("lane_limit", f"more than {MAX_LANES} lanes", Doubt.UNTRUSTED)
+        lane = self._declare(event.tier, group, unit, known)
+        if event.tier == TIER_GPU and self._store and (TIER_SHARED, group) not in self._lanes:
+            # Others may have stored what this replica can load.
+            self._declare(TIER_SHARED, group, self._host_unit or unit, None)
+        return lane
+
+    def _declare(self, tier: int, group: int, unit: int, known: Lane | None) -> Lane:
         state_class, window = self._classes[group]
         number = len(self._lanes) if known is None else known.number
-        lane = Lane(number, event.tier, state_class, group, window, unit)
-        self._lanes[event.tier, group] = lane
+        lane = Lane(number, tier, state_class, group, window, unit)
+        self._lanes[tier, group] = lane
         self.version += 1
         return lane
 
@@ -239,6 +249,7 @@ class Lanes:
                     group=lane.group,
                     window_tokens=lane.window_tokens,
                     unit_tokens=lane.unit_tokens,
+                    store_id=self._store if lane.tier == TIER_SHARED else "",
                     capacity_tokens=(
                         self._gpu_tokens or self._gpu_blocks * lane.unit_tokens
                         if lane.tier == TIER_GPU

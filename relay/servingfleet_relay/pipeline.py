@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from servingfleet_protos.v1.common_pb2 import StreamState, Tier
 from servingfleet_protos.v1.stream_pb2 import (
     Delta,
     EngineLoad,
@@ -27,11 +26,14 @@ from .adapters import registry
 from .adapters.events import Adapter, Doubt
 from .adapters.trtllm_pulled import place_of
 from .conformance.canary import Canary
-from .conformance.standing import Condition, Failure, Finding
+from .conformance.standing import Finding
 from .lanes import Lanes
 from .outbox import Body, Limits, Outbox, Phase
 from .rank import Rank
 from .settings import PipelineSettings
+from .status import RankStatus, Status, status_of
+
+__all__ = ["Pipeline", "RankStatus", "ReplayRequest", "Status"]
 
 PROTOCOL_VERSION = 1
 MAX_COUNTERS = 128
@@ -46,40 +48,6 @@ class ReplayRequest:
     start_seq: int
     probe: bool = False
     """Nothing is amiss: asked for after a silence."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank, for people, metrics and tests."""
-
-    rank: int
-    state: str
-    """"live", "history_lost", "unproven", "resyncing" or "quarantined"."""
-    reason: str
-    incarnation: int
-    engine_seq: int | None
-    mirror: dict[str, int]
-    traits: dict[str, str]
-    """How the engine writes its events."""
-    condition: Condition = Condition.LIVE
-    """What the stream as a whole is good for."""
-    tiers: Mapping[str, tuple[Condition, str]] = field(default_factory=dict)
-    """Tiers and media that are not as the stream is, with the reason."""
-    failures: tuple[Failure, ...] = ()
-    """Invariants that failed since the start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The whole pipeline now."""
-
-    ranks: tuple[RankStatus, ...]
-    lanes: tuple[str, ...]
-    links: dict[str, str]
-    """Phase of each link, by its name."""
-    totals: dict[str, int]
-    engine: str = ""
-    """"": not known yet."""
 
 
 class Pipeline:
@@ -154,7 +122,7 @@ class Pipeline:
                 # Of no rank that we know: it may have been a removal of any.
                 doubt = Doubt.STALE if rank < 0 else Doubt.NONE
                 for source in self._ranks.values():
-                    source.note(Finding("entry", f"an entry of rank {rank}", doubt))
+                    source.monitor.note(Finding("entry", f"an entry of rank {rank}", doubt))
                     self._spread(source)
                 continue
             payload = json.dumps(entry, separators=(",", ":")).encode()
@@ -189,7 +157,7 @@ class Pipeline:
         """The engine's load, just read. `now`: None says nothing of how its cache is used over time."""
         source = self._ranks.get(load.rank)
         if source is not None and now is not None and load.HasField("kv_usage"):
-            source.usage(load.kv_usage, now)
+            source.monitor.usage(load.kv_usage, now)
             self._spread(source)
         for link in self._links.values():
             link.load(load)
@@ -241,7 +209,7 @@ class Pipeline:
             self._engine_version = text
             self._lanes.version += 1
             for source in self._ranks.values():
-                source.release(text)
+                source.monitor.release(text)
         self._lanes.release(text)
         self._spread_profile()
 
@@ -269,7 +237,7 @@ class Pipeline:
 
     def canary(self, rank: int, canary: Canary | None) -> None:
         """From now on, until None is given, the canary sees what the rank publishes."""
-        self._ranks[rank].canary = canary
+        self._ranks[rank].monitor.canary = canary
 
     def canary_answered(
         self, rank: int, canary: Canary, first: int | None, second: int | None
@@ -277,11 +245,11 @@ class Pipeline:
         """What the engine reported of its two runs, in cached tokens. Returns what is not as it should be: then the
         stream is quarantined."""
         source = self._ranks[rank]
-        source.canary = None
+        source.monitor.canary = None
         finding = canary.finding(first, second)
         self._totals["canaries"] += 1
         if finding is not None:
-            source.note(finding)
+            source.monitor.odd(finding)
             self._spread(source)
         return canary.differences(first, second)
 
@@ -410,24 +378,7 @@ class Pipeline:
 
     def status(self) -> Status:
         """Everything about the pipeline now."""
-        ranks = []
-        for rank, source in self._ranks.items():
-            state = source.state()
-            name = StreamState.Name(state.state).removeprefix("STREAM_STATE_").lower()
-            ranks.append(
-                RankStatus(
-                    rank,
-                    name,
-                    state.reason,
-                    state.incarnation,
-                    source.numbering.applied,
-                    source.holdings.mirror.counts(),
-                    source.fingerprint.describe(),
-                    source.condition,
-                    _tiers(source),
-                    source.failures.all,
-                )
-            )
+        ranks = [status_of(source) for source in self._ranks.values()]
         return Status(
             tuple(ranks),
             tuple(lane.name for lane in self._lanes),
@@ -453,6 +404,7 @@ class Pipeline:
             host_unit_tokens=settings.host_unit_tokens,
             layer_groups=settings.layer_groups,
             less_units=settings.less_units,
+            shared_store=settings.shared_store,
         )
         lanes.release(self._engine_version)
         if settings.hybrid:
@@ -520,15 +472,3 @@ def _check_pull(adapter: Adapter, settings: PipelineSettings) -> None:
         raise ValueError(f"engine {adapter.profile.engine!r} has no events to pull")
     if not settings.engine_block_tokens:
         raise ValueError("pulled events don't tell the engine's block: configure it")
-
-
-def _tiers(source: Rank) -> dict[str, tuple[Condition, str]]:
-    named = {
-        Tier.Name(tier).removeprefix("TIER_").lower(): standing  # type: ignore[arg-type]
-        for tier, standing in source.standing.tiers.items()
-    }
-    media = {
-        f"medium {name}": (Condition.QUARANTINED, why)
-        for name, why in source.standing.media.items()
-    }
-    return named | media

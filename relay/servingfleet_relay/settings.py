@@ -49,6 +49,9 @@ class PipelineSettings:
     layer_groups: tuple[LayerGroup, ...] = ()
     """In the engine's order. (): learned from its events, so that prompts sent before the first are read as if the
     model had full attention only."""
+    shared_store: str = ""
+    """The store behind the engine's connector that other replicas load from, too, by a name that they all give it.
+    Empty: what a connector announces is the replica's own."""
     less_units: int = 0
     """Blocks at the end of a match that the engine computes again: 1 where vLLM drafts with EAGLE."""
     hybrid: bool = False

@@ -125,6 +125,7 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
                 )
                 for rule in profile.tiers
             ],
+            stores={lane.lane: lane.store_id for lane in profile.lanes if lane.store_id},
         )
     except (ValueError, OverflowError) as error:
         raise malformed("PROFILE", f"the core refuses the profile: {error}") from error
@@ -132,12 +133,12 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
 
 def lanes_agree(before: stream_pb2.Profile, after: stream_pb2.Profile) -> bool:
     """A lane number keeps its meaning for the session: what it holds was read under it."""
-    meaning = {lane.lane: (lane.tier, lane.state_class, lane.group) for lane in before.lanes}
-    return all(
-        meaning.get(lane.lane, (lane.tier, lane.state_class, lane.group))
-        == (lane.tier, lane.state_class, lane.group)
-        for lane in after.lanes
-    )
+    known = {lane.lane: _meaning(lane) for lane in before.lanes}
+    return all(known.get(lane.lane, _meaning(lane)) == _meaning(lane) for lane in after.lanes)
+
+
+def _meaning(lane: stream_pb2.Lane) -> tuple[int, int, int, str]:
+    return lane.tier, lane.state_class, lane.group, lane.store_id
 
 
 def known_state(state: int) -> bool:
@@ -158,6 +159,11 @@ def _check_lane(lane: stream_pb2.Lane, block_tokens: int) -> None:
             "PROFILE_LANES",
             f"lane {lane.lane} has a window of {lane.window_tokens} tokens "
             f"in state class {lane.state_class}",
+        )
+    _check_size("store_id", lane.store_id, 0, MAX_TEXT_BYTES)
+    if lane.store_id and lane.tier != common_pb2.TIER_SHARED:
+        raise malformed(
+            "PROFILE_LANES", f"lane {lane.lane} shows a store and is of tier {lane.tier}"
         )
     unit = lane.unit_tokens
     if unit == 0 or (unit % block_tokens and block_tokens % unit):

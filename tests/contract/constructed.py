@@ -33,14 +33,22 @@ class Constructed:
     """An engine whose events are written by hand."""
 
     def __init__(
-        self, *, block_tokens: int = 16, joined_late: bool = False, **settings: Any
+        self,
+        *,
+        replica: str = REPLICA,
+        scheduler: Scheduler | None = None,
+        block_tokens: int = 16,
+        joined_late: bool = False,
+        **settings: Any,
     ) -> None:
-        """`joined_late`: the relay can't know what the engine published before."""
+        """`joined_late`: the relay can't know what the engine published before, and replays are the test's to answer.
+        `scheduler`: of a fleet that it joins."""
         self.now = 1_000.0
+        self.replica = replica
         values = {"engine": "vllm", "ranks": (0,)} | settings
         self.relay = Pipeline(
             PipelineSettings(
-                replica=REPLICA,
+                replica=replica,
                 model=MODEL,
                 stream_id=LINK,
                 block_tokens=block_tokens,
@@ -48,7 +56,7 @@ class Constructed:
             ),
             self.now,
         )
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler or Scheduler(
             SchedulerSettings(block_tokens=block_tokens),
             instance_id=LINK,
             now=self.now,
@@ -65,6 +73,10 @@ class Constructed:
                 self.relay.take_replay_requests()
                 self.relay.replay_failed(rank, "no replay socket", self.now)
         self.settle()
+
+    def joined_by(self, replica: str, **settings: Any) -> Constructed:
+        """Another engine of the same fleet."""
+        return Constructed(replica=replica, scheduler=self.scheduler, **settings)
 
     def publishes(self, *events: Any, rank: int = 0, **batch: Any) -> Constructed:
         """Each event in a batch of its own."""
@@ -100,9 +112,15 @@ class Constructed:
         return self
 
     def reuse(
-        self, prompt: Sequence[int], *, adapter: str = "", salt: str = "", rank: int = 0
+        self,
+        prompt: Sequence[int],
+        *,
+        adapter: str = "",
+        salt: str = "",
+        rank: int = 0,
+        replica: str = "",
     ) -> Reuse:
-        """What a router is told of a prompt."""
+        """What a router is told of a prompt, if it goes here, or to another replica of the fleet."""
         request = routing_pb2.RouteRequest(
             model=MODEL,
             prompt=routing_pb2.Prompt(
@@ -111,7 +129,7 @@ class Constructed:
                 cache_salt=salt,
             ),
         )
-        request.only.add(replica=REPLICA, rank=rank)
+        request.only.add(replica=replica or self.replica, rank=rank)
         answer = self.scheduler.route(request, self.now)
         # It is not sent: nothing is credited.
         self.scheduler.report(
@@ -131,7 +149,7 @@ class Constructed:
                 model=MODEL,
                 prompt=routing_pb2.Prompt(tokens_le32=struct.pack(f"<{len(prompt)}I", *prompt)),
             )
-            request.only.add(replica=REPLICA, rank=0)
+            request.only.add(replica=self.replica, rank=0)
             answer = self.scheduler.route(request, self.now)
             self.settle()
             self.scheduler.report(

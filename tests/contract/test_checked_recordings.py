@@ -12,8 +12,6 @@ NOT_SOUND = {
     "s1-sglang-page16": {"C19"},
     "s2-sglang-page1": {"C19"},
     "s3-sglang-eagle-bigram-page16": {"C19"},
-    # Chunks that share hashes are removed together, and some hashes twice.
-    "x2e-chunk64-cpu-evict-selfdesc": {"C18"},
 }
 """By recording: the invariants that fail."""
 

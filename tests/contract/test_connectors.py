@@ -200,3 +200,44 @@ def test_chunked_local_layers_are_expected_within_a_chunk_they_certainly_hold() 
     assert engine.status().state == "history_lost"
     unknown = Constructed().publishes(*events)
     assert unknown.status().state == "unproven"
+
+
+def test_what_one_replica_stored_in_a_shared_store_any_other_can_load() -> None:
+    teller = Constructed(shared_store="pool")
+    teller.publishes(GPU, *mooncake(1, 2, 3, 4))
+    other = teller.joined_by("other", shared_store="pool")
+    other.publishes(stored([77], tokens(1, start=900)))
+    assert teller.reuse(ASKED, replica="other") == (0, 64, 64)
+    stranger = teller.joined_by("stranger", shared_store="another pool")
+    stranger.publishes(stored([77], tokens(1, start=900)))
+    assert teller.reuse(ASKED, replica="stranger") == (0, 0, 0)
+    # Its own memory is its own.
+    teller.publishes(stored([9], tokens(1, start=64), parent=4))
+    assert teller.reuse([*tokens(5), 9], replica="other").predicted == 64
+
+
+def test_a_store_that_nobody_shares_is_the_replicas_own() -> None:
+    teller = Constructed().publishes(GPU, *mooncake(1, 2, 3, 4))
+    teller.joined_by("other").publishes(stored([77], tokens(1, start=900)))
+    assert teller.reuse(ASKED, replica="other") == (0, 0, 0)
+
+
+def test_what_lies_elsewhere_is_loaded_only_by_those_who_share_it() -> None:
+    remote = stored([1, 2, 3, 4], PROMPT, medium="STORAGE", locality="REMOTE")
+    alone = Constructed().publishes(stored([77], tokens(1, start=900)), remote)
+    assert alone.reuse(ASKED)[:2] == (0, 0)
+    assert alone.reuse(ASKED).upper >= 64
+    assert alone.failed() == {"remote_medium"}
+    attached = Constructed(shared_store="pool").publishes(
+        stored([77], tokens(1, start=900)), remote
+    )
+    assert attached.reuse(ASKED) == (0, 64, 64)
+
+
+def test_a_replica_that_is_not_believed_is_not_believed_of_a_store() -> None:
+    teller = Constructed(shared_store="pool").publishes(GPU, *mooncake(1, 2, 3, 4))
+    other = teller.joined_by("other", shared_store="pool")
+    other.publishes(stored([77], tokens(1, start=900)))
+    teller.publishes({"type": "BlocksEvicted"})
+    assert teller.status().state == "quarantined"
+    assert teller.reuse(ASKED, replica="other").predicted == 0

@@ -267,10 +267,10 @@ class _Drive:
         for source in self.pipeline._ranks.values():
             held = source.holdings.mirror.counts()["units_held"]
             assert all(len(first) <= held for first in source.holdings._firsts._held.values())
-            assert len(source.fingerprint._unknown) <= MAX_UNKNOWN
-            assert len(source.fingerprint._fitting) <= FITTING_KEPT
-            assert len(source.standing.media) <= MEDIA_NAMED
-            assert {each.reason for each in source.failures.all} <= {*BY_REASON, *OURS}
+            assert len(source.monitor.fingerprint._unknown) <= MAX_UNKNOWN
+            assert len(source.monitor.fingerprint._fitting) <= FITTING_KEPT
+            assert len(source.monitor.standing.media) <= MEDIA_NAMED
+            assert {each.reason for each in source.monitor.failures.all} <= {*BY_REASON, *OURS}
         for link in (GOOD, *self.strangers):
             assert self.pipeline.unacknowledged(link) <= self.settings.resend_window_messages
 

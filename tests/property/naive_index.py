@@ -22,6 +22,8 @@ class Lane:
     window: int
     unit: int
     upper_in_predicted: bool
+    store: str = ""
+    """A store that others load from, too."""
 
     def packed(self) -> tuple[int, int, int, int, int, int, bool]:
         return (
@@ -202,9 +204,10 @@ class NaiveIndex:
                 upper = (question.most(known.trusted), 0, 0, 0)
                 if known.trusted:
                     # More on a fast tier can leave less than a unit to a slower one.
+                    views = (lower, predicted, possible)
+                    lower = min(views, key=sum)
+                    upper = max(views, key=sum) if known.complete else upper
                     predicted = min(predicted, possible, key=sum)
-                    lower = min(lower, predicted, key=sum)
-                    upper = max(predicted, possible, key=sum) if known.complete else upper
             answers.append(
                 Answer(
                     replica,
@@ -231,6 +234,17 @@ class Question:
         self.profile = index.profiles[replica]
         self.lanes = self.profile.lanes or (Lane(-1, GPU, ATTENTION, 0, 0, index.block, False),)
         self.held = index.ranks[replica, rank].held
+        self.told = {
+            (lane.store, lane.group): [
+                known.held.get(other.number, {})
+                for (of, _), known in index.ranks.items()
+                if known.trusted
+                for other in index.profiles[of].lanes
+                if (other.store, other.group) == (lane.store, lane.group)
+            ]
+            for lane in self.lanes
+            if lane.store
+        }
         self.credits = [
             credit
             for credit in index.credits.values()
@@ -252,7 +266,9 @@ class Question:
     def present(self, lane: Lane, block: int, view: str) -> bool:
         if block >= len(self.hashes):
             return False
-        known = self.held.get(lane.number, {}).get(self.hashes[block])
+        told = self.told.get((lane.store, lane.group), [self.held.get(lane.number, {})])
+        levels = {held[self.hashes[block]] for held in told if self.hashes[block] in held}
+        known = min(levels, default=None)  # confirmed by anybody
         if known == CONFIRMED:
             return True
         if view == "lower":

@@ -72,8 +72,12 @@ def profiles(draw: st.DrawFn) -> Profile:
         window = draw(st.integers(1, 20)) if state_class == WINDOW else 0
         for tier in sorted(draw(st.sets(st.sampled_from([1, 1, 2, 3, 4]), min_size=1, max_size=3))):
             unit = draw(st.sampled_from([BLOCK, BLOCK, BLOCK, 1, 2, 2 * BLOCK, 3 * BLOCK]))
+            store = draw(st.sampled_from(["", "s", "t"])) if tier == 4 else ""
             lanes.append(
-                Lane(len(lanes), tier, state_class, group, window, unit, draw(st.booleans()))
+                Lane(
+                    *(len(lanes), tier, state_class, group, window, unit, draw(st.booleans())),
+                    store,
+                )
             )
     rules = [
         Rule(tier, draw(st.booleans()), draw(st.sampled_from([0, 0, 1])), draw(st.booleans()))
@@ -87,12 +91,20 @@ TWO_TIERS = Profile(
     (Lane(0, 1, ATTENTION, 0, 0, BLOCK, False), Lane(1, 2, ATTENTION, 0, 0, 2 * BLOCK, True)),
     (Rule(2, whole_prompt=True),),
 )
-PROFILES = st.sampled_from([PLAIN, TWO_TIERS]) | profiles()
+ATTACHED = Profile(
+    (
+        Lane(0, 1, ATTENTION, 0, 0, BLOCK, False),
+        Lane(1, 4, ATTENTION, 0, 0, BLOCK, True, "s"),
+    ),
+)
+PROFILES = st.sampled_from([PLAIN, TWO_TIERS, ATTACHED]) | profiles()
 
 
 def core_profile(profile: Profile) -> CoreProfile:
     return CoreProfile(
-        [lane.packed() for lane in profile.lanes], [rule.packed() for rule in profile.rules]
+        [lane.packed() for lane in profile.lanes],
+        [rule.packed() for rule in profile.rules],
+        stores={lane.number: lane.store for lane in profile.lanes if lane.store},
     )
 
 

@@ -35,6 +35,7 @@ class Feature(StrEnum):
     RECURRENT = "recurrent layers"
     OFFLOAD = "host tier of the engine's own"
     CONNECTORS = "host tier of LMCache or Mooncake"
+    SHARED = "stores that replicas share"
     STORAGE = "disk and storage tiers"
     DRAFTS = "speculative decoding, EAGLE-like"
     NGRAM = "speculative decoding, n-gram"
@@ -126,6 +127,10 @@ VLLM: tuple[Claim, ...] = (
     Claim(
         *(Feature.CONNECTORS, BOUNDED),
         note="expected, never promised: stores are announced early, some removals never, adapters and salts not at all",
+    ),
+    Claim(
+        *(Feature.SHARED, BOUNDED),
+        note="with --shared-store: what one replica told is expected of all that name the store, and promised by none",
     ),
     Claim(*(Feature.STORAGE, BOUNDED), note="removals are never announced: possible, not expected"),
     Claim(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from .claims import Claim
 
@@ -27,6 +27,17 @@ class Doubt(IntEnum):
     """Read with doubt: nothing counts in `lower` and `predicted` in this life of the engine."""
     QUARANTINED = 5
     """The stream does not mean what we think: nothing is indexed in this life of the engine."""
+
+
+class Reach(Enum):
+    """Who can load what an event speaks of."""
+
+    OWN = "own"
+    """This replica."""
+    SHAREABLE = "shareable"
+    """This replica; and every other that shares its store, if there is one."""
+    REMOTE = "remote"
+    """Whoever shares the store where it lies. This replica only if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,7 @@ class Stored:
     """Keys went into these hashes that no router can compute."""
     doubtful: bool = False
     """The engine may hold it: counts as an upper bound only."""
+    reach: Reach = Reach.OWN
     keys_told: bool = True
     """Whatever enters the hashes beside the tokens is told. Else a block that is known keeps its place."""
     span: Span | None = None
@@ -123,6 +135,7 @@ class Removed:
     width: int
     twice: bool = False
     """The engine named a block twice, where it keeps one copy of each: its hash stands for two."""
+    reach: Reach = Reach.OWN
     tier_told: bool = True
     """Else one of several such events, one for each tier that it may have been."""
 

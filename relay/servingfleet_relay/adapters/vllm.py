@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from servingfleet_protos.v1.common_pb2 import TIER_DISK, TIER_GPU, TIER_HOST
+from servingfleet_protos.v1.common_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_SHARED
 
 from . import claims, schema, wire
 from .events import (
@@ -23,6 +23,7 @@ from .events import (
     Event,
     Foreign,
     Group,
+    Reach,
     Removed,
     Shape,
     Span,
@@ -54,6 +55,9 @@ PROFILE = EngineProfile(
         TIER_HOST: TierTraits(multiset=False, whole_prompt=True, upper_in_predicted=True),
         TIER_DISK: TierTraits(
             multiset=False, whole_prompt=True, upper_in_predicted=False, append_only=True
+        ),
+        TIER_SHARED: TierTraits(
+            multiset=False, whole_prompt=True, upper_in_predicted=True, append_only=True
         ),
     },
     # AllBlocksCleared names no medium and means the GPU only.
@@ -147,6 +151,7 @@ def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
         *(shape, tier, _group(fields), hashes, width, parent, tokens, unit, adapter),
         # Connectors that say "cpu" announce no removals.
         doubtful=ahead or fields.get("medium") == "cpu",
+        reach=_reach(fields, tier),
     )
     if tier == TIER_GPU:
         _check_gpu(fields, event)
@@ -312,13 +317,22 @@ def _removed(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:
     if not PROFILE.tiers[tier].multiset:
         # A chunk is named by each of its hashes, and neighbours share some.
         hashes = wire.distinct(hashes, width)
-    return [Removed(shape, tier, _group(fields), hashes, width)]
+    return [Removed(shape, tier, _group(fields), hashes, width, reach=_reach(fields, tier))]
+
+
+def _reach(fields: Mapping[str, Any], tier: int) -> Reach:
+    if tier == TIER_GPU:
+        return Reach.OWN
+    if fields.get("locality") == "REMOTE":
+        return Reach.REMOTE
+    # What Mooncake's and LMCache's connectors say of their stores.
+    return Reach.SHAREABLE if fields.get("medium") == "cpu" else Reach.OWN
 
 
 def _tier(fields: Mapping[str, Any], shape: Shape, *, stored: bool) -> int | Foreign:
     locality = fields.get("locality")
-    if locality not in (None, "LOCAL"):
-        raise BadValue("remote_medium", f"locality {locality!a:.40}; expected LOCAL")
+    if locality not in (None, "LOCAL", "REMOTE"):
+        raise BadValue("remote_medium", f"locality {locality!a:.40}; expected LOCAL or REMOTE")
     return schema.tier_of(fields, shape, MEDIA, stored=stored)
 
 

@@ -96,7 +96,8 @@ class Standing:
 
     def __init__(self, failures: Failures) -> None:
         self.ambiguous = False
-        """Hashes of this stream may stand for blocks of several namespaces."""
+        """What is stored is an upper bound: hashes stand for blocks of several namespaces, or removals are missing."""
+        self._ambiguous = False
         self._failures = failures
         self._passing = ""
         self._lasting: tuple[Doubt, str] = (Doubt.NONE, "")
@@ -124,7 +125,7 @@ class Standing:
             self._clean = 0
         if finding.tier and doubt > Doubt.INCOMPLETE:
             self._tier(finding, text)
-        self.ambiguous = self.ambiguous or (doubt is Doubt.AMBIGUOUS and not finding.tier)
+        self._ambiguous = self._ambiguous or (doubt is Doubt.AMBIGUOUS and not finding.tier)
         if doubt in (Doubt.INCOMPLETE, Doubt.STALE) or (finding.tier and doubt):
             self._passing = self._passing or text
         elif doubt > self._lasting[0]:
@@ -187,6 +188,9 @@ class Standing:
         texts = [*(text for _, text in self._tiers.values()), *self._media.values()]
         held += [(Doubt.INCOMPLETE, text) for text in (self._passing, *texts) if text]
         self._worst = max(held, key=lambda each: each[0])
+        conditions = self._conditions.values()
+        passing = any(finding.doubt is Doubt.AMBIGUOUS for finding in conditions)
+        self.ambiguous = self._ambiguous or passing
 
     def quarantined(self, tier: int) -> bool:
         """Whether nothing of a tier is to be indexed."""

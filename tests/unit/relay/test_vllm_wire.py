@@ -15,6 +15,7 @@ from servingfleet_relay.adapters.events import (
     Dropped,
     Event,
     Foreign,
+    Reach,
     Removed,
     Span,
     Stored,
@@ -149,8 +150,19 @@ def test_no_medium_is_the_gpu_only_before_media_existed() -> None:
     assert reason_of(stored([1], tokens(1), medium=None)) == "medium_missing"
 
 
-def test_a_remote_locality_is_not_this_replica() -> None:
-    assert reason_of(stored([1], tokens(1), medium="CPU", locality="REMOTE")) == "remote_medium"
+@pytest.mark.parametrize(
+    ("fields", "reach"),
+    [
+        ({"medium": "CPU"}, Reach.OWN),
+        ({"medium": "CPU", "locality": "LOCAL"}, Reach.OWN),
+        ({"medium": "cpu"}, Reach.SHAREABLE),
+        ({"medium": "STORAGE", "locality": "REMOTE"}, Reach.REMOTE),
+        ({"medium": "GPU", "locality": "REMOTE"}, Reach.OWN),
+    ],
+)
+def test_an_event_says_who_can_load_what_it_speaks_of(fields: dict[str, str], reach: Reach) -> None:
+    assert stored_of(stored([1], tokens(1), **fields)).reach is reach
+    assert reason_of(stored([1], tokens(1), locality="ELSEWHERE")) == "remote_medium"
 
 
 def test_adapter_and_salt_leave_the_extra_keys() -> None:
