@@ -7,6 +7,7 @@ ARG RUST=rust:1.95-slim-bookworm
 
 # The wheel holds the Rust core for Python's stable ABI, so that any Python from 3.11 on can build it for all.
 FROM ${RUST} AS wheel
+ARG SOURCE_DATE_EPOCH
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-venv \
     && rm -rf /var/lib/apt/lists/*

@@ -212,7 +212,9 @@ class Rank:
     def outcome(self, predicted: int, reported: int) -> None:
         """What a scheduler predicted of a prompt that ran here, and what the engine reported. Tokens."""
         unit = self.holdings.lanes.gpu_unit
-        if not unit:
+        # Where history is lost, more is reused than is known of: that too little was predicted proves nothing.
+        telling = self.numbering.state[0] == STREAM_STATE_LIVE or predicted > reported
+        if not unit or not telling:
             return
         finding = self._feedback.outcome(predicted, reported, unit)
         if finding is not None and finding.doubt is Doubt.QUARANTINED:

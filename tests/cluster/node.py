@@ -19,18 +19,17 @@ from pathlib import Path
 
 from kubernetes import client
 
-from . import pki
+from . import node_settings, pki
 from .api import connected
 from .cgroups import Cgroups
 from .control_plane import within
 from .daemons import DaemonFailed, Daemons
 from .images.oci import Image, write_archive, write_layer
-from .place import DNS_SERVICE, NODE, NODE_ADDRESS, POD_RANGE, SERVICE_RANGE, Place
+from .node_settings import BRIDGE
+from .place import NODE, NODE_ADDRESS, Place
 
 READY_PATIENCE_S = 90.0
 POLL_S = 0.2
-BRIDGE = "pods0"
-PAUSE_IMAGE = "localhost/servingfleet-pause:1"
 CNI_PLUGINS = ("/usr/lib/cni", "/opt/cni/bin")
 """Where Debian has them, and where everybody else has."""
 
@@ -138,66 +137,18 @@ def close_network(place: Place) -> None:
 def _containerd(
     place: Place, daemons: Daemons, inside: Sequence[str], binaries: Mapping[str, Path]
 ) -> None:
-    network = place.folder / "cni"
-    network.mkdir(exist_ok=True)
-    (network / "10-bridge.conflist").write_text(
-        json.dumps(
-            {
-                "cniVersion": "0.4.0",
-                "name": "pods",
-                "plugins": [
-                    {
-                        "type": "bridge",
-                        "bridge": BRIDGE,
-                        "isGateway": True,
-                        "hairpinMode": True,
-                        "ipam": {
-                            "type": "host-local",
-                            "dataDir": str(place.runtime / "ipam"),
-                            "ranges": [[{"subnet": POD_RANGE, "rangeStart": "10.250.0.10"}]],
-                            "routes": [{"dst": "0.0.0.0/0"}],
-                        },
-                    },
-                    {"type": "portmap", "capabilities": {"portMappings": True}},
-                ],
-            }
-        )
-    )
-    config = place.folder / "containerd.toml"
-    _write(
-        config,
-        f"""\
-version = 2
-root = "{place.folder}/containerd"
-state = "{place.runtime}/containerd"
-[grpc]
-  address = "{_socket(place)}"
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{PAUSE_IMAGE}"
-  disable_apparmor = true
-  # Without CAP_SYS_RESOURCE, as in many sandboxes, runc may not lower oom_score_adj.
-  restrict_oom_score_adj = true
-  enable_unprivileged_ports = true
-  # With the rest of our mounts, where `close_network` finds them.
-  netns_mounts_under_state_dir = true
-  stream_server_address = "127.0.0.1"
-  stream_server_port = "0"
-  [plugins."io.containerd.grpc.v1.cri".containerd]
-    snapshotter = "{_snapshotter(place.folder)}"
-    default_runtime_name = "runc"
-    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
-      runtime_type = "io.containerd.runc.v2"
-      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
-        SystemdCgroup = false
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{_cni_plugins()}"
-    conf_dir = "{network}"
-""",
-    )
+    networks = place.folder / "cni"
+    networks.mkdir(exist_ok=True)
+    (networks / "10-pods.conflist").write_text(node_settings.network(place))
+    plugins = _cni_plugins()
+    assert plugins is not None, "`missing` was asked"
+    socket, config = _socket(place), place.folder / "containerd.toml"
+    snapshotter = _snapshotter(place.folder)
+    _write(config, node_settings.containerd(place, socket, snapshotter, plugins, networks))
     daemons.start("containerd", [*inside, "containerd", "-c", str(config)])
     deadline = time.monotonic() + READY_PATIENCE_S
     while subprocess.run(
-        ["ctr", f"--address={_socket(place)}", "version"], capture_output=True, check=False
+        ["ctr", f"--address={socket}", "version"], capture_output=True, check=False
     ).returncode:
         daemons.check("containerd")
         if time.monotonic() > deadline:
@@ -205,56 +156,20 @@ state = "{place.runtime}/containerd"
         time.sleep(POLL_S)
     archive = place.folder / "pause.tar"
     layer = write_layer(place.folder, {"pause": binaries["pause"]})
-    write_archive(archive, [Image(PAUSE_IMAGE, ("/pause",), [layer])])
+    write_archive(archive, [Image(node_settings.PAUSE_IMAGE, ("/pause",), [layer])])
     load(place, archive)
 
 
 def _kubelet(
     place: Place, daemons: Daemons, inside: Sequence[str], binaries: Mapping[str, Path]
 ) -> None:
-    keys = pki.Pki(place.folder / "pki")
-    root = place.folder / "kubelet"
-    _cgroups(place).make()
+    cgroups = _cgroups(place)
+    cgroups.make()
     saved = place.folder / "sysctl.json"
     if not saved.exists():
         saved.write_text(json.dumps({name: _sysctl(name).read_text() for name in SYSCTLS}))
-    settings = {
-        "apiVersion": "kubelet.config.k8s.io/v1beta1",
-        "kind": "KubeletConfiguration",
-        "address": NODE_ADDRESS,
-        "authentication": {
-            "anonymous": {"enabled": False},
-            "webhook": {"enabled": True},
-            "x509": {"clientCAFile": str(keys.cert("ca"))},
-        },
-        "authorization": {"mode": "Webhook"},
-        "tlsCertFile": str(keys.cert("kubelet-server")),
-        "tlsPrivateKeyFile": str(keys.key("kubelet-server")),
-        "cgroupDriver": "cgroupfs",
-        "cgroupRoot": f"/{_cgroups(place).name}",
-        "failCgroupV1": False,
-        "failSwapOn": False,
-        "containerRuntimeEndpoint": f"unix://{_socket(place)}",
-        "resolvConf": "",
-        "clusterDNS": [DNS_SERVICE],
-        "clusterDomain": "cluster.local",
-        "evictionHard": {
-            "memory.available": "100Mi",
-            "nodefs.available": "1%",
-            "imagefs.available": "1%",
-        },
-        "imageGCHighThresholdPercent": 100,
-        "enableControllerAttachDetach": False,
-        "oomScoreAdj": 0,
-        "healthzBindAddress": "127.0.0.1",
-        "maxPods": 60,
-        "nodeStatusUpdateFrequency": "5s",
-        # Tests await changes of mounted Secrets and ConfigMaps.
-        "syncFrequency": "10s",
-        "volumePluginDir": str(root / "plugins"),
-    }
-    config = place.folder / "kubelet.json"
-    _write(config, json.dumps(settings, indent=1))
+    keys, config = pki.Pki(place.folder / "pki"), place.folder / "kubelet.json"
+    _write(config, node_settings.kubelet(place, keys, _socket(place), cgroups.name))
     daemons.start(
         "kubelet",
         [
@@ -264,7 +179,7 @@ def _kubelet(
             f"--kubeconfig={place.folder / 'kubelet.kubeconfig'}",
             f"--hostname-override={NODE}",
             f"--node-ip={NODE_ADDRESS}",
-            f"--root-dir={root}",
+            f"--root-dir={place.folder / 'kubelet'}",
         ],
     )
 
@@ -272,76 +187,22 @@ def _kubelet(
 def _proxy(
     place: Place, daemons: Daemons, inside: Sequence[str], binaries: Mapping[str, Path]
 ) -> None:
-    settings = {
-        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-        "kind": "KubeProxyConfiguration",
-        "mode": "iptables",
-        "bindAddress": NODE_ADDRESS,
-        "hostnameOverride": NODE,
-        "clusterCIDR": POD_RANGE,
-        # Sysctls of the whole machine otherwise.
-        "conntrack": {
-            "maxPerCore": 0,
-            "min": 0,
-            "tcpEstablishedTimeout": "0s",
-            "tcpCloseWaitTimeout": "0s",
-        },
-        "clientConnection": {"kubeconfig": str(place.folder / "kube-proxy.kubeconfig")},
-    }
     config = place.folder / "kube-proxy.json"
-    _write(config, json.dumps(settings, indent=1))
+    _write(config, node_settings.proxy(place.folder / "kube-proxy.kubeconfig"))
     daemons.start("kube-proxy", [*inside, str(binaries["kube-proxy"]), f"--config={config}"])
 
 
 def _dns(
     place: Place, daemons: Daemons, inside: Sequence[str], binaries: Mapping[str, Path]
 ) -> None:
-    """CoreDNS as a process of the namespace, behind the Service address that pods are given."""
+    """CoreDNS is a process of the namespace."""
     config = place.folder / "Corefile"
-    _write(
-        config,
-        f"""\
-cluster.local:53 {{
-  bind {NODE_ADDRESS}
-  errors
-  kubernetes cluster.local {SERVICE_RANGE} {{
-    kubeconfig {place.kubeconfig}
-  }}
-  cache 5
-}}
-.:53 {{
-  bind {NODE_ADDRESS}
-  template ANY ANY {{
-    rcode NXDOMAIN
-  }}
-}}
-""",
-    )
+    _write(config, node_settings.dns(place.kubeconfig))
     daemons.start("coredns", [*inside, str(binaries["coredns"]), "-conf", str(config)])
-    ports = [{"name": name, "port": 53, "protocol": name.upper()} for name in ("udp", "tcp")]
-    objects = [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "kube-dns", "namespace": "kube-system"},
-            "spec": {"clusterIP": DNS_SERVICE, "ports": ports},
-        },
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": "kube-dns-node",
-                "namespace": "kube-system",
-                "labels": {"kubernetes.io/service-name": "kube-dns"},
-            },
-            "addressType": "IPv4",
-            "ports": ports,
-            "endpoints": [{"addresses": [NODE_ADDRESS], "conditions": {"ready": True}}],
-        },
-    ]
+    objects = {"apiVersion": "v1", "kind": "List", "items": node_settings.dns_objects()}
     subprocess.run(
         [str(binaries["kubectl"]), f"--kubeconfig={place.kubeconfig}", "apply", "-f", "-"],
-        input=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+        input=json.dumps(objects),
         text=True,
         stdout=subprocess.DEVNULL,
         check=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_the_dockerfile_starts_what_the_assembled_images_start() -> None:
     assert {stage: json.loads(command) for stage, command in stages} == {
         process: [command] for process, command in ENTRYPOINTS.items()
     }
+
+
+def test_the_dockerfile_builds_the_wheel_from_every_source_root() -> None:
+    roots = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = set(roots["tool"]["setuptools"]["packages"]["find"]["where"])
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    sent = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    }
+    assert wanted == copied
+    assert wanted <= sent
 
 
 def test_an_image_carries_no_other_process_s_dependencies() -> None:
