@@ -38,6 +38,7 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python crds/reference.py --check
+	$(BIN)/python docs/generate.py --check
 	MYPYPATH=core $(BIN)/python -m mypy.stubtest servingfleet_core._native
 	cargo fmt --manifest-path core/Cargo.toml --check
 	cargo clippy --manifest-path core/Cargo.toml --locked --all-targets -- -D warnings
@@ -46,9 +47,10 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 bench: $(READY) ## time and memory of the hot paths, as ratios, into bench/out
 	$(BIN)/python bench/run.py
 
-generate: $(READY) ## regenerate the committed Python of protos/ and docs/crd.md
+generate: $(READY) ## regenerate the committed Python of protos/ and the generated pages of docs/
 	$(BIN)/python protos/generate.py
 	$(BIN)/python crds/reference.py
+	$(BIN)/python docs/generate.py
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build core/target bench/out core/servingfleet_core/*.so

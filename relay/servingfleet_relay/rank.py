@@ -154,7 +154,9 @@ class Rank:
     def outcome(self, predicted: int, reported: int) -> None:
         """What a scheduler predicted of a prompt that ran here, and what the engine reported. Tokens."""
         unit = self.holdings.lanes.gpu_unit
-        if unit:
+        # Where history is lost, more is reused than is known of: that too little was predicted proves nothing.
+        telling = self.numbering.state[0] == STREAM_STATE_LIVE or predicted > reported
+        if unit and telling:
             self.monitor.outcome(predicted, reported, unit)
 
     # Bytes.

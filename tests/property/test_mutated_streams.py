@@ -77,33 +77,33 @@ def sampled(recording: Recording) -> Sequence[Mutation]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def runs(request: pytest.FixtureRequest) -> list[Run]:
+def mutated(request: pytest.FixtureRequest) -> list[Run]:
     """One recording with each of its changes."""
     found = subject(*request.param)
     before = verify(found)
     return [Run(each, before, verify(each.applied(found))) for each in sampled(found)]
 
 
-def test_no_change_gives_wrong_credit(runs: list[Run]) -> None:
-    assert [(run.where, *found) for run in runs for found in run.overstated()] == []
+def test_no_change_gives_wrong_credit(mutated: list[Run]) -> None:
+    assert [(run.where, *found) for run in mutated for found in run.overstated()] == []
 
 
-def test_no_change_makes_what_happened_impossible(runs: list[Run]) -> None:
-    assert [(run.where, *found) for run in runs for found in run.understated()] == []
+def test_no_change_makes_what_happened_impossible(mutated: list[Run]) -> None:
+    assert [(run.where, *found) for run in mutated for found in run.understated()] == []
 
 
-def test_every_change_is_told_by_its_name(runs: list[Run]) -> None:
+def test_every_change_is_told_by_its_name(mutated: list[Run]) -> None:
     unnamed = [
         (run.where, run.messages)
-        for run in runs
+        for run in mutated
         if not any(name in run.messages for name in run.mutation.names)
     ]
     assert unnamed == []
 
 
-def test_every_change_leaves_the_stream_degraded_or_quarantined(runs: list[Run]) -> None:
+def test_every_change_leaves_the_stream_degraded_or_quarantined(mutated: list[Run]) -> None:
     """If only until the cache was cleared or the engine restarted, which the recordings do."""
-    unmoved = [run.where for run in runs if run.messages == _healthy(run.before)]
+    unmoved = [run.where for run in mutated if run.messages == _healthy(run.before)]
     assert unmoved == []
 
 
