@@ -128,7 +128,10 @@ class Outcomes:
             actual=report.cached_tokens,
             own=own,
         )
-        self.tell(*target, reuse.predicted, report.cached_tokens)
+        # Inside its bounds a prediction was honest: that says nothing against the stream, which may have been behind.
+        actual = report.cached_tokens
+        honest = reuse.lower <= actual <= reuse.upper
+        self.tell(*target, actual if honest else reuse.predicted, actual)
         if pending is None:
             return Response(
                 disposition=Response.DISPOSITION_ORPHAN_JOIN,

@@ -76,11 +76,13 @@ class Scheduler:
         self.credits = Credits(
             self.fleet, max_credits=settings.max_credits, max_blocks=settings.max_credit_blocks
         )
-        self.streams = Streams(self.fleet, self.credits, settings, instance_id)
         self.decisions = Decisions(
             ttl_s=settings.decision_ttl_s,
             max_open=settings.max_decisions,
             max_ended=settings.max_ended,
+        )
+        self.streams = Streams(
+            self.fleet, self.credits, settings, instance_id, self.decisions.ended
         )
         self.ledger = Ledger(
             started=now,

@@ -262,6 +262,8 @@ class Session:
         ):
             self._drop("bad_credit")
             return
+        if self._streams.over(credit.decision_id):
+            return  # its outcome was reported here before the word of its dispatch came
         self._streams.credits.open(
             credit.decision_id,
             replica,
@@ -277,7 +279,7 @@ class Session:
     ) -> None:
         own = credit.origin == self._streams.instance_id
         known = self._streams.credits.get(credit.decision_id)
-        if own and known is None:
+        if known is None and (own or self._streams.over(credit.decision_id)):
             return  # the echo of what was ended here
         # A relay may end what stands on its own replica, and only under the name that opened it.
         origin = "" if own else credit.origin

@@ -10,7 +10,7 @@ Pure. One stream speaks for a replica at a time:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,11 @@ class Streams:
         credits: Credits,
         settings: SchedulerSettings,
         instance_id: str,
+        over: Callable[[str], bool],
     ) -> None:
+        """`over`: whether the outcome of a decision has come."""
         self.fleet = fleet
+        self.over = over
         self.credits = credits
         self.settings = settings
         self.instance_id = instance_id

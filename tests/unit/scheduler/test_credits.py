@@ -62,12 +62,35 @@ def test_what_became_of_a_prompt_is_told_to_the_relay_of_where_it_ran() -> None:
     response = scheduler.route(route_request(65), 0.0)
     ran, idle = (relay, other) if response.target.replica == "r1" else (other, relay)
     scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
-    assert ran.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=0, reported=48)]
+    # Anything was possible there before its snapshot: what was predicted says nothing of the stream.
+    assert ran.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=48, reported=48)]
     assert idle.take("outcome") == []
     failed = scheduler.route(route_request(65, first=900), 2.0)
     stage = routing_pb2.ReportRequest.STAGE_FAILED
     scheduler.report(finished(failed.decision_id, prompt=65, stage=stage), 3.0)
     assert ran.take("outcome") == []
+
+
+def test_a_prediction_whose_bounds_did_not_hold_is_told_as_it_was() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    relay.snapshot()
+    response = scheduler.route(route_request(65), 0.0)
+    assert response.prediction.upper == 0
+    scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
+    assert relay.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=0, reported=48)]
+
+
+def test_a_credit_told_after_its_outcome_was_reported_here_is_none() -> None:
+    scheduler, peer = make_scheduler(), make_scheduler(instance_id="scheduler-2")
+    relay = FakeRelay(scheduler).hello()
+    FakeRelay(peer).hello()
+    decision_id = peer.route(route_request(65), 0.0).decision_id
+    scheduler.report(finished(decision_id, prompt=65), 1.0)
+    relay.send(credit_opened=opened(decision_id=decision_id))
+    relay.send(credit_ended=stream_pb2.CreditEnded(decision_id=decision_id, origin="scheduler-2"))
+    assert predicted(scheduler) == 0
+    assert scheduler.streams.drops == {}
 
 
 def test_the_own_echo_is_ignored() -> None:
