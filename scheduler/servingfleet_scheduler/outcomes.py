@@ -128,9 +128,9 @@ class Outcomes:
             actual=report.cached_tokens,
             own=own,
         )
-        # Inside its bounds a prediction was honest: that says nothing against the stream, which may have been behind.
+        # More than predicted, but not more than called possible: that says nothing against the stream.
         actual = report.cached_tokens
-        honest = reuse.lower <= actual <= reuse.upper
+        honest = reuse.predicted <= actual <= reuse.upper
         self.tell(*target, actual if honest else reuse.predicted, actual)
         if pending is None:
             return Response(
