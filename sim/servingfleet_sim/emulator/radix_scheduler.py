@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .hicache import TieredTree
 from .radix import Node, RadixTree, Space
 from .sequence import Phase, Sequence
-from .steps import Counters, DoesNotFit, Limits, Outcome, Step, Work
+from .steps import Counters, Limits, Outcome, Step, Work
 
 DECODE_LOG_INTERVAL = 40
 """Steps of decoding after which an engine that does nothing else publishes: SGLang's default."""
@@ -100,14 +100,7 @@ class RadixScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises DoesNotFit."""
-        longest = self.limits.longest
-        if not sequence.prompt_tokens:
-            raise DoesNotFit("the prompt is empty, expected at least 1 token")
-        if sequence.prompt_tokens + 1 > longest:
-            raise DoesNotFit(
-                f"the prompt has {sequence.prompt_tokens} tokens; this model holds {longest} "
-                "with at least 1 token of output"
-            )
+        self.limits.check(sequence.prompt_tokens)
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:

@@ -14,7 +14,7 @@ from .events import Stored
 from .host import HostTier
 from .pool import BlockPool
 from .sequence import Phase, Sequence
-from .steps import Counters, DoesNotFit, Limits, Outcome, Step, Work
+from .steps import Counters, Limits, Outcome, Step, Work
 
 
 class Scheduler:
@@ -62,14 +62,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises DoesNotFit."""
-        longest = self.limits.longest
-        if not sequence.prompt_tokens:
-            raise DoesNotFit("the prompt is empty, expected at least 1 token")
-        if sequence.prompt_tokens + 1 > longest:
-            raise DoesNotFit(
-                f"the prompt has {sequence.prompt_tokens} tokens; this model holds {longest} "
-                "with at least 1 token of output"
-            )
+        self.limits.check(sequence.prompt_tokens)
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:

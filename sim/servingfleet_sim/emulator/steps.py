@@ -40,6 +40,16 @@ class Limits:
         held = (self.blocks - 1) * self.block_size
         return min(self.max_model_len, held) if self.max_model_len else held
 
+    def check(self, prompt_tokens: int) -> None:
+        """Raises DoesNotFit for a prompt that the rank could never hold."""
+        if not prompt_tokens:
+            raise DoesNotFit("the prompt is empty, expected at least 1 token")
+        if prompt_tokens + 1 > self.longest:
+            raise DoesNotFit(
+                f"the prompt has {prompt_tokens} tokens; this model holds {self.longest} "
+                "with at least 1 token of output"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
