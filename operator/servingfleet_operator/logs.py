@@ -1,29 +1,10 @@
-"""Log lines as JSON: a constant event, then fields. Never tokens, keys or the content of a Secret."""
+"""The operator's log lines, and what of its libraries' is kept out of them."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from datetime import UTC, datetime
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class JsonFormatter(logging.Formatter):
-    """One object a line; what `extra` gave becomes fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": record.getMessage(),
-        }
-        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+from servingfleet_core import logs
 
 
 class _Retries(logging.Filter):
@@ -35,9 +16,7 @@ class _Retries(logging.Filter):
 
 def configure(level: str) -> None:
     """Sends all logs to standard error as JSON."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logs.configure(level)
     if level != "debug":
         logging.getLogger("kopf._cogs.clients.watching").addFilter(_Retries())
         logging.getLogger("kopf._cogs.clients.fetching").addFilter(_Retries())

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from servingfleet_core.logs import configure
+
 from .gate import NoApiServer
-from .logs import configure
 from .policy import POLICIES
 from .policy.speeds import Speeds
 from .pools import BadPools, read_pools

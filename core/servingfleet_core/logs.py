@@ -1,4 +1,4 @@
-"""Log lines as JSON: a constant event, then fields. Never prompts, token ids or salts."""
+"""Log lines as JSON: a constant event, then fields. Never prompts, token ids, salts, credentials or keys."""
 
 from __future__ import annotations
 
