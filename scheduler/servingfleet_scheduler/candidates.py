@@ -106,7 +106,7 @@ class _View:
         self._now = now
         self._prompt = prompt
         self._named = bool(prompt.adapter or prompt.cache_salt) and not prompt.no_reuse
-        self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0)
+        self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0, 0.0)
 
     def candidate(self, replica: Replica, rank: Rank, match: Match | None) -> Candidate:
         load = rank.load
@@ -143,7 +143,12 @@ class _View:
         reuse = self._nothing
         if match is not None:
             reuse = Reuse(
-                prompt.prompt_tokens, match.lower, match.predicted, match.upper, match.tiers
+                prompt.prompt_tokens,
+                match.lower,
+                match.predicted,
+                match.upper,
+                match.predicted,
+                match.tiers,
             )
         if self._named and (
             (prompt.adapter and not replica.profile.adapters_separated)

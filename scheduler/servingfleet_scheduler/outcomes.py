@@ -107,7 +107,13 @@ class Outcomes:
         if report.prompt_tokens != decision.prompt:
             return self._set_aside("prompt_mismatch", now, decision)
         target = ran_target(report, decision)
-        reuse = Reuse(decision.prompt, decision.lower, decision.predicted, decision.upper)
+        reuse = Reuse(
+            decision.prompt,
+            decision.lower,
+            decision.predicted,
+            decision.upper,
+            decision.predicted,
+        )
         if target != (decision.replica, decision.rank):
             self.ledger.set_aside("ran_elsewhere", now, decision.model, decision.replica)
             there = pending.predictions.get(target) if pending else None

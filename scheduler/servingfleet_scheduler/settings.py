@@ -34,6 +34,16 @@ class SchedulerSettings:
     """Of replicas whose pool has none of its own."""
     pools: Mapping[str, Speeds] = field(default_factory=dict)
     """Speeds by pool: those replicas whose relay names it."""
+    learn: bool = True
+    """Speeds and corrections are learned from outcomes; False: the priors stay."""
+    credit: bool = True
+    """What was dispatched is credited before the engine confirms it."""
+    price_tiers: bool = True
+    """False: a hit in a slower tier is priced like one in GPU memory; for comparison."""
+    quantile: float = 0.5
+    """Where between `lower` and `upper` an uncertain prediction is priced: 0.5 as expected, below more careful."""
+    explore_share: float = 0.01
+    """Share of decisions that explore among the near ties; the decision says with what probability."""
     static_replicas: tuple[StaticReplica, ...] = ()
 
     # Requests

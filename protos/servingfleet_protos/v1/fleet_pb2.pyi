@@ -22,6 +22,49 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class SetDrainingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    draining: _builtins.bool
+    """True: no new request goes there; what runs there goes on."""
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDrainingRequest: _TypeAlias = SetDrainingRequest  # noqa: Y015
+
+@_typing.final
+class SetDrainingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISPATCHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    dispatched_requests: _builtins.int
+    """Requests sent there by this scheduler and not yet ended."""
+    def __init__(
+        self,
+        *,
+        dispatched_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_requests", b"dispatched_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDrainingResponse: _TypeAlias = SetDrainingResponse  # noqa: Y015
+
+@_typing.final
 class GetReuseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,6 +280,7 @@ class ReuseSums(_message.Message):
     INTERVAL_HITS_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     decisions: _builtins.int
     pairs: _builtins.int
@@ -253,6 +297,8 @@ class ReuseSums(_message.Message):
     rejected: _builtins.int
     joined: _builtins.int
     """Decisions of this scheduler that found their outcome."""
+    expected: _builtins.int
+    """Tokens that the cost counted on, rounded to whole ones by request."""
     @_builtins.property
     def products(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Sums of products over pairs, by name ("actual_prompt": tokens reported reused times prompt tokens), for intervals of
@@ -273,11 +319,12 @@ class ReuseSums(_message.Message):
         interval_hits: _builtins.int = ...,
         rejected: _builtins.int = ...,
         joined: _builtins.int = ...,
+        expected: _builtins.int = ...,
         products: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "agreed", b"agreed", "best", b"best", "decisions", b"decisions", "erroneous", b"erroneous", "interval_hits", b"interval_hits", "joined", b"joined", "pairs", b"pairs", "predicted", b"predicted", "products", b"products", "prompt", b"prompt", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual", b"actual", "agreed", b"agreed", "best", b"best", "decisions", b"decisions", "erroneous", b"erroneous", "expected", b"expected", "interval_hits", b"interval_hits", "joined", b"joined", "pairs", b"pairs", "predicted", b"predicted", "products", b"products", "prompt", b"prompt", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,6 +403,26 @@ class Replica(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -364,6 +431,8 @@ class Replica(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
     RELAY_TOTALS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     model: _builtins.str
     engine: _builtins.str
@@ -371,12 +440,16 @@ class Replica(_message.Message):
     endpoint: _builtins.str
     connected: _builtins.bool
     """True: a relay's stream is open now."""
+    draining: _builtins.bool
+    """True: no new request goes there."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rank]: ...
     @_builtins.property
     def relay_totals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Totals from its relay; empty: none yet."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -388,10 +461,12 @@ class Replica(_message.Message):
         ranks: _abc.Iterable[Global___Rank] | None = ...,
         connected: _builtins.bool = ...,
         relay_totals: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        draining: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "engine", b"engine", "engine_version", b"engine_version", "model", b"model", "ranks", b"ranks", "relay_totals", b"relay_totals", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "engine", b"engine", "engine_version", b"engine_version", "labels", b"labels", "model", b"model", "ranks", b"ranks", "relay_totals", b"relay_totals", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,6 +487,9 @@ class Rank(_message.Message):
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     LOAD_AGE_S_FIELD_NUMBER: _builtins.int
     DISPATCHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    BROKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    SPEED_LABELS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _common_pb2.StreamState.ValueType
     reason: _builtins.str
@@ -425,6 +503,12 @@ class Rank(_message.Message):
     load_age_s: _builtins.float
     dispatched_requests: _builtins.int
     """Requests sent there by this scheduler and not yet ended."""
+    broken_s: _builtins.float
+    """Seconds for which its circuit breaker stays open: requests failed there in a row. 0: closed."""
+    prefill_tokens_per_s: _builtins.float
+    """Prefill speed as learned from outcomes, tokens a second of a prompt of 1,024 tokens. 0: nothing learned yet."""
+    speed_labels: _builtins.int
+    """Outcomes that it was learned from."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneHolding]: ...
     def __init__(
@@ -441,10 +525,13 @@ class Rank(_message.Message):
         waiting_requests: _builtins.int | None = ...,
         load_age_s: _builtins.float | None = ...,
         dispatched_requests: _builtins.int = ...,
+        broken_s: _builtins.float = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        speed_labels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq", "_load_age_s", b"_load_age_s", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "engine_seq", b"engine_seq", "load_age_s", b"load_age_s", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq", "_load_age_s", b"_load_age_s", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "credits", b"credits", "dispatched_requests", b"dispatched_requests", "engine_seq", b"engine_seq", "incarnation", b"incarnation", "lanes", b"lanes", "load_age_s", b"load_age_s", "rank", b"rank", "reason", b"reason", "running_requests", b"running_requests", "state", b"state", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq", "_load_age_s", b"_load_age_s", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "broken_s", b"broken_s", "credits", b"credits", "dispatched_requests", b"dispatched_requests", "engine_seq", b"engine_seq", "incarnation", b"incarnation", "lanes", b"lanes", "load_age_s", b"load_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "rank", b"rank", "reason", b"reason", "running_requests", b"running_requests", "speed_labels", b"speed_labels", "state", b"state", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engine_seq: _TypeAlias = _typing.Literal["engine_seq"]  # noqa: Y015
     _WhichOneofArgType__engine_seq: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq"]  # noqa: Y015

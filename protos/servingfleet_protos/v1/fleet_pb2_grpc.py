@@ -44,6 +44,11 @@ class FleetStub:
                 request_serializer=servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/servingfleet.v1.Fleet/SetDraining',
+                request_serializer=servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServicer:
@@ -61,6 +66,14 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDraining(self, request, context):
+        """Takes a replica out of routing, or back in. Told to each scheduler: none passes it on. NOT_FOUND +
+        ErrorInfo (REPLICA_UNKNOWN): no relay has spoken for it here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +86,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasRequest.FromString,
                     response_serializer=servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingRequest.FromString,
+                    response_serializer=servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +147,33 @@ class Fleet:
             '/servingfleet.v1.Fleet/ListReplicas',
             servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
             servingfleet__protos_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/servingfleet.v1.Fleet/SetDraining',
+            servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingRequest.SerializeToString,
+            servingfleet__protos_dot_v1_dot_fleet__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,12 +35,20 @@ class FleetStub:
     def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
     GetReuse: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetReuseRequest, _fleet_pb2.GetReuseResponse]
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]
+    SetDraining: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetDrainingRequest, _fleet_pb2.SetDrainingResponse]
+    """Takes a replica out of routing, or back in. Told to each scheduler: none passes it on. NOT_FOUND +
+    ErrorInfo (REPLICA_UNKNOWN): no relay has spoken for it here.
+    """
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetReuse: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetReuseRequest, _fleet_pb2.GetReuseResponse]  # type: ignore[assignment]
     ListReplicas: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    SetDraining: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetDrainingRequest, _fleet_pb2.SetDrainingResponse]  # type: ignore[assignment]
+    """Takes a replica out of routing, or back in. Told to each scheduler: none passes it on. NOT_FOUND +
+    ErrorInfo (REPLICA_UNKNOWN): no relay has spoken for it here.
+    """
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -56,5 +64,15 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListReplicasResponse, _abc.Awaitable[_fleet_pb2.ListReplicasResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _fleet_pb2.SetDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SetDrainingResponse, _abc.Awaitable[_fleet_pb2.SetDrainingResponse]]:
+        """Takes a replica out of routing, or back in. Told to each scheduler: none passes it on. NOT_FOUND +
+        ErrorInfo (REPLICA_UNKNOWN): no relay has spoken for it here.
+        """
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

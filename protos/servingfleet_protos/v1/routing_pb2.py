@@ -25,19 +25,21 @@ _sym_db = _symbol_database.Default()
 from servingfleet_protos.v1 import common_pb2 as servingfleet__protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$servingfleet_protos/v1/routing.proto\x12\x0fservingfleet.v1\x1a#servingfleet_protos/v1/common.proto\"\xec\x01\n\x06Prompt\x12\x15\n\x0btokens_le32\x18\x01 \x01(\x0cH\x00\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.servingfleet.v1.TokenListH\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12(\n\x05media\x18\x07 \x03(\x0b\x32\x19.servingfleet.v1.MediaKey\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x42\x06\n\x04\x66orm\"\x18\n\tTokenList\x12\x0b\n\x03ids\x18\x01 \x03(\r\"-\n\x08MediaKey\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\"\x9e\x02\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.servingfleet.v1.Prompt\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12%\n\x04only\x18\x05 \x03(\x0b\x32\x17.servingfleet.v1.Target\x12(\n\x07\x65xclude\x18\x06 \x03(\x0b\x32\x17.servingfleet.v1.Target\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rmax_fallbacks\x18\x08 \x01(\r\x12\x1e\n\x16\x65xpected_output_tokens\x18\t \x01(\rB\r\n\x0b_deadline_s\"\x80\x01\n\nPrediction\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x11\n\tpredicted\x18\x02 \x01(\r\x12\r\n\x05lower\x18\x03 \x01(\r\x12\r\n\x05upper\x18\x04 \x01(\r\x12*\n\x05tiers\x18\x05 \x03(\x0b\x32\x1b.servingfleet.v1.TierTokens\"A\n\nTierTokens\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x15.servingfleet.v1.Tier\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xfd\x02\n\rRouteResponse\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12<\n\x07headers\x18\x04 \x03(\x0b\x32+.servingfleet.v1.RouteResponse.HeadersEntry\x12/\n\nprediction\x18\x05 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12\x18\n\x10\x65stimated_ttft_s\x18\x06 \x01(\x01\x12%\n\x05\x62\x61sis\x18\x07 \x01(\x0e\x32\x16.servingfleet.v1.Basis\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12,\n\tfallbacks\x18\t \x03(\x0b\x32\x19.servingfleet.v1.Fallback\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf9\x01\n\x08\x46\x61llback\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x18\n\x10\x65stimated_ttft_s\x18\x03 \x01(\x01\x12/\n\nprediction\x18\x04 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12\x37\n\x07headers\x18\x05 \x03(\x0b\x32&.servingfleet.v1.Fallback.HeadersEntry\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\x0f\x45xplainResponse\x12.\n\ncandidates\x18\x01 \x03(\x0b\x32\x1a.servingfleet.v1.Candidate\x12%\n\x05\x62\x61sis\x18\x02 \x01(\x0e\x32\x16.servingfleet.v1.Basis\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x16\n\x0e\x62\x65st_predicted\x18\x04 \x01(\r\"\xd5\x02\n\tCandidate\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12/\n\nprediction\x18\x03 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12(\n\x05terms\x18\x04 \x03(\x0b\x32\x19.servingfleet.v1.CostTerm\x12\x18\n\x10\x65stimated_ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x06 \x01(\x08\x12\x0f\n\x07refused\x18\x07 \x01(\t\x12\x32\n\x0cstream_state\x18\x08 \x01(\x0e\x32\x1c.servingfleet.v1.StreamState\x12\x17\n\nload_age_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x13\x64ispatched_requests\x18\n \x01(\rB\r\n\x0b_load_age_s\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xff\x03\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x33\n\x05stage\x18\x02 \x01(\x0e\x32$.servingfleet.v1.ReportRequest.Stage\x12\'\n\x06ran_on\x18\x03 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0e\x63\x61\x63hed_by_tier\x18\x06 \x03(\x0b\x32\x1b.servingfleet.v1.TierTokens\x12\x1a\n\routput_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10prompts_in_usage\x18\t \x01(\r\"\x81\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_STARTED\x10\x01\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x02\x12\x12\n\x0eSTAGE_FINISHED\x10\x03\x12\x10\n\x0cSTAGE_FAILED\x10\x04\x12\x11\n\rSTAGE_ABORTED\x10\x05\x42\x10\n\x0e_prompt_tokensB\x10\n\x0e_cached_tokensB\x10\n\x0e_output_tokensB\t\n\x07_ttft_s\"\xa7\x02\n\x0eReportResponse\x12@\n\x0b\x64isposition\x18\x01 \x01(\x0e\x32+.servingfleet.v1.ReportResponse.Disposition\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xc2\x01\n\x0b\x44isposition\x12\x1b\n\x17\x44ISPOSITION_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44ISPOSITION_JOINED\x10\x01\x12\x15\n\x11\x44ISPOSITION_NOTED\x10\x02\x12\x19\n\x15\x44ISPOSITION_DUPLICATE\x10\x03\x12\x1b\n\x17\x44ISPOSITION_ORPHAN_JOIN\x10\x04\x12\x14\n\x10\x44ISPOSITION_LATE\x10\x05\x12\x19\n\x15\x44ISPOSITION_SET_ASIDE\x10\x06*^\n\x05\x42\x61sis\x12\x15\n\x11\x42\x41SIS_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x42\x41SIS_INDEX\x10\x01\x12\x17\n\x13\x42\x41SIS_INDEX_PARTIAL\x10\x02\x12\x14\n\x10\x42\x41SIS_NO_STREAMS\x10\x03\x32\xe7\x01\n\x06Router\x12\x46\n\x05Route\x12\x1d.servingfleet.v1.RouteRequest\x1a\x1e.servingfleet.v1.RouteResponse\x12J\n\x07\x45xplain\x12\x1d.servingfleet.v1.RouteRequest\x1a .servingfleet.v1.ExplainResponse\x12I\n\x06Report\x12\x1e.servingfleet.v1.ReportRequest\x1a\x1f.servingfleet.v1.ReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$servingfleet_protos/v1/routing.proto\x12\x0fservingfleet.v1\x1a#servingfleet_protos/v1/common.proto\"\xec\x01\n\x06Prompt\x12\x15\n\x0btokens_le32\x18\x01 \x01(\x0cH\x00\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.servingfleet.v1.TokenListH\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12(\n\x05media\x18\x07 \x03(\x0b\x32\x19.servingfleet.v1.MediaKey\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x42\x06\n\x04\x66orm\"\x18\n\tTokenList\x12\x0b\n\x03ids\x18\x01 \x03(\r\"-\n\x08MediaKey\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\"\xaf\x03\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.servingfleet.v1.Prompt\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12%\n\x04only\x18\x05 \x03(\x0b\x32\x17.servingfleet.v1.Target\x12(\n\x07\x65xclude\x18\x06 \x03(\x0b\x32\x17.servingfleet.v1.Target\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rmax_fallbacks\x18\x08 \x01(\r\x12\x1e\n\x16\x65xpected_output_tokens\x18\t \x01(\r\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x13\n\x0bpin_session\x18\x0b \x01(\x08\x12\x39\n\x06labels\x18\x0c \x03(\x0b\x32).servingfleet.v1.RouteRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_deadline_s\"\x92\x01\n\nPrediction\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x11\n\tpredicted\x18\x02 \x01(\r\x12\r\n\x05lower\x18\x03 \x01(\r\x12\r\n\x05upper\x18\x04 \x01(\r\x12*\n\x05tiers\x18\x05 \x03(\x0b\x32\x1b.servingfleet.v1.TierTokens\x12\x10\n\x08\x65xpected\x18\x06 \x01(\x01\"A\n\nTierTokens\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x15.servingfleet.v1.Tier\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xa9\x03\n\rRouteResponse\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12<\n\x07headers\x18\x04 \x03(\x0b\x32+.servingfleet.v1.RouteResponse.HeadersEntry\x12/\n\nprediction\x18\x05 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12\x18\n\x10\x65stimated_ttft_s\x18\x06 \x01(\x01\x12%\n\x05\x62\x61sis\x18\x07 \x01(\x0e\x32\x16.servingfleet.v1.Basis\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12,\n\tfallbacks\x18\t \x03(\x0b\x32\x19.servingfleet.v1.Fallback\x12\x16\n\x0e\x65stimated_sd_s\x18\n \x01(\x01\x12\x12\n\npropensity\x18\x0b \x01(\x01\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf9\x01\n\x08\x46\x61llback\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x18\n\x10\x65stimated_ttft_s\x18\x03 \x01(\x01\x12/\n\nprediction\x18\x04 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12\x37\n\x07headers\x18\x05 \x03(\x0b\x32&.servingfleet.v1.Fallback.HeadersEntry\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\x0f\x45xplainResponse\x12.\n\ncandidates\x18\x01 \x03(\x0b\x32\x1a.servingfleet.v1.Candidate\x12%\n\x05\x62\x61sis\x18\x02 \x01(\x0e\x32\x16.servingfleet.v1.Basis\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x16\n\x0e\x62\x65st_predicted\x18\x04 \x01(\r\"\x81\x03\n\tCandidate\x12\'\n\x06target\x18\x01 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12/\n\nprediction\x18\x03 \x01(\x0b\x32\x1b.servingfleet.v1.Prediction\x12(\n\x05terms\x18\x04 \x03(\x0b\x32\x19.servingfleet.v1.CostTerm\x12\x18\n\x10\x65stimated_ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x06 \x01(\x08\x12\x0f\n\x07refused\x18\x07 \x01(\t\x12\x32\n\x0cstream_state\x18\x08 \x01(\x0e\x32\x1c.servingfleet.v1.StreamState\x12\x17\n\nload_age_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x13\x64ispatched_requests\x18\n \x01(\r\x12\x16\n\x0e\x65stimated_sd_s\x18\x0b \x01(\x01\x12\x12\n\npropensity\x18\x0c \x01(\x01\x42\r\n\x0b_load_age_s\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xff\x03\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x33\n\x05stage\x18\x02 \x01(\x0e\x32$.servingfleet.v1.ReportRequest.Stage\x12\'\n\x06ran_on\x18\x03 \x01(\x0b\x32\x17.servingfleet.v1.Target\x12\x1a\n\rprompt_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0e\x63\x61\x63hed_by_tier\x18\x06 \x03(\x0b\x32\x1b.servingfleet.v1.TierTokens\x12\x1a\n\routput_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10prompts_in_usage\x18\t \x01(\r\"\x81\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_STARTED\x10\x01\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x02\x12\x12\n\x0eSTAGE_FINISHED\x10\x03\x12\x10\n\x0cSTAGE_FAILED\x10\x04\x12\x11\n\rSTAGE_ABORTED\x10\x05\x42\x10\n\x0e_prompt_tokensB\x10\n\x0e_cached_tokensB\x10\n\x0e_output_tokensB\t\n\x07_ttft_s\"\xa7\x02\n\x0eReportResponse\x12@\n\x0b\x64isposition\x18\x01 \x01(\x0e\x32+.servingfleet.v1.ReportResponse.Disposition\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xc2\x01\n\x0b\x44isposition\x12\x1b\n\x17\x44ISPOSITION_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44ISPOSITION_JOINED\x10\x01\x12\x15\n\x11\x44ISPOSITION_NOTED\x10\x02\x12\x19\n\x15\x44ISPOSITION_DUPLICATE\x10\x03\x12\x1b\n\x17\x44ISPOSITION_ORPHAN_JOIN\x10\x04\x12\x14\n\x10\x44ISPOSITION_LATE\x10\x05\x12\x19\n\x15\x44ISPOSITION_SET_ASIDE\x10\x06*^\n\x05\x42\x61sis\x12\x15\n\x11\x42\x41SIS_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x42\x41SIS_INDEX\x10\x01\x12\x17\n\x13\x42\x41SIS_INDEX_PARTIAL\x10\x02\x12\x14\n\x10\x42\x41SIS_NO_STREAMS\x10\x03\x32\xe7\x01\n\x06Router\x12\x46\n\x05Route\x12\x1d.servingfleet.v1.RouteRequest\x1a\x1e.servingfleet.v1.RouteResponse\x12J\n\x07\x45xplain\x12\x1d.servingfleet.v1.RouteRequest\x1a .servingfleet.v1.ExplainResponse\x12I\n\x06Report\x12\x1e.servingfleet.v1.ReportRequest\x1a\x1f.servingfleet.v1.ReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'servingfleet_protos.v1.routing_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROUTEREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_ROUTEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ROUTERESPONSE_HEADERSENTRY']._loaded_options = None
   _globals['_ROUTERESPONSE_HEADERSENTRY']._serialized_options = b'8\001'
   _globals['_FALLBACK_HEADERSENTRY']._loaded_options = None
   _globals['_FALLBACK_HEADERSENTRY']._serialized_options = b'8\001'
-  _globals['_BASIS']._serialized_start=2875
-  _globals['_BASIS']._serialized_end=2969
+  _globals['_BASIS']._serialized_start=3126
+  _globals['_BASIS']._serialized_end=3220
   _globals['_PROMPT']._serialized_start=95
   _globals['_PROMPT']._serialized_end=331
   _globals['_TOKENLIST']._serialized_start=333
@@ -45,33 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEDIAKEY']._serialized_start=359
   _globals['_MEDIAKEY']._serialized_end=404
   _globals['_ROUTEREQUEST']._serialized_start=407
-  _globals['_ROUTEREQUEST']._serialized_end=693
-  _globals['_PREDICTION']._serialized_start=696
-  _globals['_PREDICTION']._serialized_end=824
-  _globals['_TIERTOKENS']._serialized_start=826
-  _globals['_TIERTOKENS']._serialized_end=891
-  _globals['_ROUTERESPONSE']._serialized_start=894
-  _globals['_ROUTERESPONSE']._serialized_end=1275
-  _globals['_ROUTERESPONSE_HEADERSENTRY']._serialized_start=1229
-  _globals['_ROUTERESPONSE_HEADERSENTRY']._serialized_end=1275
-  _globals['_FALLBACK']._serialized_start=1278
-  _globals['_FALLBACK']._serialized_end=1527
-  _globals['_FALLBACK_HEADERSENTRY']._serialized_start=1229
-  _globals['_FALLBACK_HEADERSENTRY']._serialized_end=1275
-  _globals['_EXPLAINRESPONSE']._serialized_start=1530
-  _globals['_EXPLAINRESPONSE']._serialized_end=1674
-  _globals['_CANDIDATE']._serialized_start=1677
-  _globals['_CANDIDATE']._serialized_end=2018
-  _globals['_COSTTERM']._serialized_start=2020
-  _globals['_COSTTERM']._serialized_end=2061
-  _globals['_REPORTREQUEST']._serialized_start=2064
-  _globals['_REPORTREQUEST']._serialized_end=2575
-  _globals['_REPORTREQUEST_STAGE']._serialized_start=2381
-  _globals['_REPORTREQUEST_STAGE']._serialized_end=2510
-  _globals['_REPORTRESPONSE']._serialized_start=2578
-  _globals['_REPORTRESPONSE']._serialized_end=2873
-  _globals['_REPORTRESPONSE_DISPOSITION']._serialized_start=2679
-  _globals['_REPORTRESPONSE_DISPOSITION']._serialized_end=2873
-  _globals['_ROUTER']._serialized_start=2972
-  _globals['_ROUTER']._serialized_end=3203
+  _globals['_ROUTEREQUEST']._serialized_end=838
+  _globals['_ROUTEREQUEST_LABELSENTRY']._serialized_start=778
+  _globals['_ROUTEREQUEST_LABELSENTRY']._serialized_end=823
+  _globals['_PREDICTION']._serialized_start=841
+  _globals['_PREDICTION']._serialized_end=987
+  _globals['_TIERTOKENS']._serialized_start=989
+  _globals['_TIERTOKENS']._serialized_end=1054
+  _globals['_ROUTERESPONSE']._serialized_start=1057
+  _globals['_ROUTERESPONSE']._serialized_end=1482
+  _globals['_ROUTERESPONSE_HEADERSENTRY']._serialized_start=1436
+  _globals['_ROUTERESPONSE_HEADERSENTRY']._serialized_end=1482
+  _globals['_FALLBACK']._serialized_start=1485
+  _globals['_FALLBACK']._serialized_end=1734
+  _globals['_FALLBACK_HEADERSENTRY']._serialized_start=1436
+  _globals['_FALLBACK_HEADERSENTRY']._serialized_end=1482
+  _globals['_EXPLAINRESPONSE']._serialized_start=1737
+  _globals['_EXPLAINRESPONSE']._serialized_end=1881
+  _globals['_CANDIDATE']._serialized_start=1884
+  _globals['_CANDIDATE']._serialized_end=2269
+  _globals['_COSTTERM']._serialized_start=2271
+  _globals['_COSTTERM']._serialized_end=2312
+  _globals['_REPORTREQUEST']._serialized_start=2315
+  _globals['_REPORTREQUEST']._serialized_end=2826
+  _globals['_REPORTREQUEST_STAGE']._serialized_start=2632
+  _globals['_REPORTREQUEST_STAGE']._serialized_end=2761
+  _globals['_REPORTRESPONSE']._serialized_start=2829
+  _globals['_REPORTRESPONSE']._serialized_end=3124
+  _globals['_REPORTRESPONSE_DISPOSITION']._serialized_start=2930
+  _globals['_REPORTRESPONSE_DISPOSITION']._serialized_end=3124
+  _globals['_ROUTER']._serialized_start=3223
+  _globals['_ROUTER']._serialized_end=3454
 # @@protoc_insertion_point(module_scope)

@@ -160,6 +160,26 @@ Global___MediaKey: _TypeAlias = MediaKey  # noqa: Y015
 class RouteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -169,6 +189,9 @@ class RouteRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     MAX_FALLBACKS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PIN_SESSION_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As relays announce it."""
     request_id: _builtins.str
@@ -181,6 +204,10 @@ class RouteRequest(_message.Message):
     """Next best targets to return, at most 16. 0: none."""
     expected_output_tokens: _builtins.int
     """Output tokens expected. 0: unknown."""
+    priority: _builtins.int
+    """Class for admission: higher is more important. Classes have targets of their own (docs/scheduler.md)."""
+    pin_session: _builtins.bool
+    """True: stay where the session went last, while that target is allowed. Needs `session_id`."""
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
@@ -190,6 +217,10 @@ class RouteRequest(_message.Message):
     @_builtins.property
     def exclude(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Target]:
         """Never these."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only replicas whose labels have all of these. At most 16."""
 
     def __init__(
         self,
@@ -203,10 +234,13 @@ class RouteRequest(_message.Message):
         deadline_s: _builtins.float | None = ...,
         max_fallbacks: _builtins.int = ...,
         expected_output_tokens: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        pin_session: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "exclude", b"exclude", "expected_output_tokens", b"expected_output_tokens", "max_fallbacks", b"max_fallbacks", "model", b"model", "only", b"only", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "exclude", b"exclude", "expected_output_tokens", b"expected_output_tokens", "labels", b"labels", "max_fallbacks", b"max_fallbacks", "model", b"model", "only", b"only", "pin_session", b"pin_session", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -225,11 +259,16 @@ class Prediction(_message.Message):
     LOWER_FIELD_NUMBER: _builtins.int
     UPPER_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     predicted: _builtins.int
     lower: _builtins.int
     """lower <= predicted <= upper: pessimistic and optimistic reading of everything uncertain."""
     upper: _builtins.int
+    expected: _builtins.float
+    """Tokens that the cost counts on: `predicted`, less what is likely to be evicted before the engine gets to it, and
+    corrected by what such predictions were worth before.
+    """
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierTokens]:
         """`predicted`, split by the tier it would come from."""
@@ -242,10 +281,11 @@ class Prediction(_message.Message):
         lower: _builtins.int = ...,
         upper: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierTokens] | None = ...,
+        expected: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lower", b"lower", "predicted", b"predicted", "prompt_tokens", b"prompt_tokens", "tiers", b"tiers", "upper", b"upper"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "lower", b"lower", "predicted", b"predicted", "prompt_tokens", b"prompt_tokens", "tiers", b"tiers", "upper", b"upper"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,6 +346,8 @@ class RouteResponse(_message.Message):
     BASIS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
+    ESTIMATED_SD_S_FIELD_NUMBER: _builtins.int
+    PROPENSITY_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Token that Report needs; opaque, at most 1 KiB."""
     endpoint: _builtins.str
@@ -315,6 +357,10 @@ class RouteResponse(_message.Message):
     basis: Global___Basis.ValueType
     policy: _builtins.str
     """Name of the policy that decided."""
+    estimated_sd_s: _builtins.float
+    """Standard deviation of `estimated_ttft_s`, seconds."""
+    propensity: _builtins.float
+    """Probability with which this target was chosen: below 1 where chance broke a near tie or explored."""
     @_builtins.property
     def target(self) -> _common_pb2.Target: ...
     @_builtins.property
@@ -339,10 +385,12 @@ class RouteResponse(_message.Message):
         basis: Global___Basis.ValueType = ...,
         policy: _builtins.str = ...,
         fallbacks: _abc.Iterable[Global___Fallback] | None = ...,
+        estimated_sd_s: _builtins.float = ...,
+        propensity: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "decision_id", b"decision_id", "endpoint", b"endpoint", "estimated_ttft_s", b"estimated_ttft_s", "fallbacks", b"fallbacks", "headers", b"headers", "policy", b"policy", "prediction", b"prediction", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "decision_id", b"decision_id", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "fallbacks", b"fallbacks", "headers", b"headers", "policy", b"policy", "prediction", b"prediction", "propensity", b"propensity", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +498,8 @@ class Candidate(_message.Message):
     STREAM_STATE_FIELD_NUMBER: _builtins.int
     LOAD_AGE_S_FIELD_NUMBER: _builtins.int
     DISPATCHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ESTIMATED_SD_S_FIELD_NUMBER: _builtins.int
+    PROPENSITY_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     estimated_ttft_s: _builtins.float
     chosen: _builtins.bool
@@ -460,6 +510,10 @@ class Candidate(_message.Message):
     """Seconds since the engine's load was read. Absent: never."""
     dispatched_requests: _builtins.int
     """Requests sent there by this scheduler and not yet ended."""
+    estimated_sd_s: _builtins.float
+    """Standard deviation of `estimated_ttft_s`, seconds."""
+    propensity: _builtins.float
+    """Probability with which Route would choose it now."""
     @_builtins.property
     def target(self) -> _common_pb2.Target: ...
     @_builtins.property
@@ -481,10 +535,12 @@ class Candidate(_message.Message):
         stream_state: _common_pb2.StreamState.ValueType = ...,
         load_age_s: _builtins.float | None = ...,
         dispatched_requests: _builtins.int = ...,
+        estimated_sd_s: _builtins.float = ...,
+        propensity: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "load_age_s", b"load_age_s", "prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "chosen", b"chosen", "dispatched_requests", b"dispatched_requests", "endpoint", b"endpoint", "estimated_ttft_s", b"estimated_ttft_s", "load_age_s", b"load_age_s", "prediction", b"prediction", "refused", b"refused", "stream_state", b"stream_state", "target", b"target", "terms", b"terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "chosen", b"chosen", "dispatched_requests", b"dispatched_requests", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "load_age_s", b"load_age_s", "prediction", b"prediction", "propensity", b"propensity", "refused", b"refused", "stream_state", b"stream_state", "target", b"target", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_age_s: _TypeAlias = _typing.Literal["load_age_s"]  # noqa: Y015
     _WhichOneofArgType__load_age_s: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s"]  # noqa: Y015

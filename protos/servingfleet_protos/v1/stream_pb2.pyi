@@ -42,6 +42,7 @@ class RelayMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     CREDENTIAL_FIELD_NUMBER: _builtins.int
+    PREFILL_ENDED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Position in the session, from 1, rising by one. 0 for messages that are not resent: hello, load, counters."""
     @_builtins.property
@@ -86,6 +87,10 @@ class RelayMessage(_message.Message):
     def credential(self) -> Global___Credential:
         """Not sequenced, and never kept: a renewed proof of who speaks, see Credential."""
 
+    @_builtins.property
+    def prefill_ended(self) -> Global___PrefillEnded:
+        """Sequenced. Echo likewise."""
+
     def __init__(
         self,
         *,
@@ -101,12 +106,13 @@ class RelayMessage(_message.Message):
         load: Global___EngineLoad | None = ...,
         counters: Global___RelayCounters | None = ...,
         credential: Global___Credential | None = ...,
+        prefill_ended: Global___PrefillEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "prefill_ended", b"prefill_ended", "profile", b"profile", "rank_state", b"rank_state", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "profile", b"profile", "rank_state", b"rank_state", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "counters", b"counters", "credential", b"credential", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "delta", b"delta", "hello", b"hello", "load", b"load", "prefill_ended", b"prefill_ended", "profile", b"profile", "rank_state", b"rank_state", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "profile", "rank_state", "snapshot_begin", "snapshot_end", "delta", "credit_opened", "credit_ended", "load", "counters", "credential"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "profile", "rank_state", "snapshot_begin", "snapshot_end", "delta", "credit_opened", "credit_ended", "load", "counters", "credential", "prefill_ended"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -145,6 +151,7 @@ class SchedulerMessage(_message.Message):
     CREDIT_OPENED_FIELD_NUMBER: _builtins.int
     CREDIT_ENDED_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    PREFILL_ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -163,6 +170,8 @@ class SchedulerMessage(_message.Message):
     def outcome(self) -> Global___Outcome:
         """What became of a prompt that ran here: the relay holds its reading of the events to it."""
 
+    @_builtins.property
+    def prefill_ended(self) -> Global___PrefillEnded: ...
     def __init__(
         self,
         *,
@@ -173,12 +182,13 @@ class SchedulerMessage(_message.Message):
         credit_opened: Global___CreditOpened | None = ...,
         credit_ended: Global___CreditEnded | None = ...,
         outcome: Global___Outcome | None = ...,
+        prefill_ended: Global___PrefillEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "prefill_ended", b"prefill_ended", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "credit_ended", b"credit_ended", "credit_opened", b"credit_opened", "grant_snapshot", b"grant_snapshot", "outcome", b"outcome", "prefill_ended", b"prefill_ended", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "grant_snapshot", "resync", "credit_opened", "credit_ended", "outcome"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "grant_snapshot", "resync", "credit_opened", "credit_ended", "outcome", "prefill_ended"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -607,6 +617,8 @@ class CreditOpened(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     EXPIRES_S_FIELD_NUMBER: _builtins.int
+    WORK_S_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     rank: _builtins.int
     hashes: _builtins.bytes
@@ -616,6 +628,10 @@ class CreditOpened(_message.Message):
     """Instance id of the scheduler that dispatched: it ignores its own echo."""
     expires_s: _builtins.float
     """Seconds from dispatch after which the credit ends by itself."""
+    work_s: _builtins.float
+    """Seconds of work that the prompt brings, as its scheduler expects: prefill and loads. 0: not told."""
+    session: _builtins.int
+    """Session to which the prompt belongs, hashed with the fleet's key. 0: none."""
     def __init__(
         self,
         *,
@@ -625,10 +641,12 @@ class CreditOpened(_message.Message):
         prompt_tokens: _builtins.int = ...,
         origin: _builtins.str = ...,
         expires_s: _builtins.float = ...,
+        work_s: _builtins.float = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "expires_s", b"expires_s", "hashes", b"hashes", "origin", b"origin", "prompt_tokens", b"prompt_tokens", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "expires_s", b"expires_s", "hashes", b"hashes", "origin", b"origin", "prompt_tokens", b"prompt_tokens", "rank", b"rank", "session", b"session", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -655,6 +673,30 @@ class CreditEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreditEnded: _TypeAlias = CreditEnded  # noqa: Y015
+
+@_typing.final
+class PrefillEnded(_message.Message):
+    """The prompt's first token has come: its credit stands, and nothing waits behind it any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    decision_id: _builtins.str
+    origin: _builtins.str
+    def __init__(
+        self,
+        *,
+        decision_id: _builtins.str = ...,
+        origin: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "origin", b"origin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillEnded: _TypeAlias = PrefillEnded  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
@@ -696,6 +738,8 @@ class EngineLoad(_message.Message):
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     KV_USAGE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_KNOWN_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     age_s: _builtins.float
     """Seconds between the reading and this message."""
@@ -706,6 +750,12 @@ class EngineLoad(_message.Message):
     """Uncached prompt tokens that wait."""
     kv_usage: _builtins.float
     """Share of the GPU cache in use, 0 to 1."""
+    adapters_known: _builtins.bool
+    """True: the engine says which adapters it has loaded."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters loaded now, as requests name them; at most 1,024. Only with `adapters_known`."""
+
     def __init__(
         self,
         *,
@@ -715,10 +765,12 @@ class EngineLoad(_message.Message):
         waiting_requests: _builtins.int | None = ...,
         waiting_tokens: _builtins.int | None = ...,
         kv_usage: _builtins.float | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        adapters_known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "kv_usage", b"kv_usage", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "age_s", b"age_s", "kv_usage", b"kv_usage", "rank", b"rank", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "_running_requests", b"_running_requests", "_waiting_requests", b"_waiting_requests", "_waiting_tokens", b"_waiting_tokens", "adapters", b"adapters", "adapters_known", b"adapters_known", "age_s", b"age_s", "kv_usage", b"kv_usage", "rank", b"rank", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_usage: _TypeAlias = _typing.Literal["kv_usage"]  # noqa: Y015
     _WhichOneofArgType__kv_usage: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage"]  # noqa: Y015

@@ -22,6 +22,8 @@ class Reuse(NamedTuple):
     lower: int
     predicted: int
     upper: int
+    expected: float
+    """What the cost counts on: `predicted` less the chance of eviction, and as such predictions turned out before."""
     tiers: tuple[int, int, int, int] = (0, 0, 0, 0)
     """`predicted` from gpu, host, disk, shared."""
 
@@ -42,6 +44,8 @@ class Candidate(NamedTuple):
     waiting_requests: int = 0
     dispatched_requests: int = 0
     """Sent by this scheduler and not yet ended."""
+    gone: float = 0.0
+    """Chance that the last predicted block is evicted before the engine gets to it."""
     last_dispatch: int = 0
     """Number of the last dispatch there, rising over all targets; 0: never."""
     speeds: Speeds = DEFAULTS
@@ -62,6 +66,10 @@ class Estimate(NamedTuple):
     terms: tuple[Term, ...]
     seconds: float
     """Sum of the terms."""
+    sd_s: float = 0.0
+    """Standard deviation of `seconds`."""
+    propensity: float = 1.0
+    """Probability with which the policy would put it first; 0 for all others where no chance was in play."""
 
 
 class Policy(Protocol):

@@ -14,7 +14,9 @@ from servingfleet_scheduler.policy.estimate import estimate
 def make(
     replica: str = "a", *, predicted: int = 0, upper: int = 0, queue_s: float = 0.0, **fields: Any
 ) -> Estimate:
-    held = Reuse(20_000, predicted, predicted, max(upper, predicted), (predicted, 0, 0, 0))
+    held = Reuse(
+        20_000, predicted, predicted, max(upper, predicted), predicted, (predicted, 0, 0, 0)
+    )
     said = {"certain": True} | fields
     return estimate(Candidate(replica, 0, held, queue_s, **said))
 

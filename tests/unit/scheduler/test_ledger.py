@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from servingfleet_scheduler.ledger import OTHER, Ledger, by_model
 from servingfleet_scheduler.policy.candidate import Reuse
 
-REUSE = Reuse(100, 40, 60, 80)
+REUSE = Reuse(100, 40, 60, 80, 60)
 
 
 def make(*, started: float = 0.0, max_keys: int = 100) -> Ledger:

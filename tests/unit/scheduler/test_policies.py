@@ -16,7 +16,9 @@ from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
 def reuse(prompt: int = 4096, predicted: int = 0, *, tier: int = 0) -> Reuse:
     tiers = [0, 0, 0, 0]
     tiers[tier] = predicted
-    return Reuse(prompt, predicted, predicted, predicted, (tiers[0], tiers[1], tiers[2], tiers[3]))
+    return Reuse(
+        prompt, predicted, predicted, predicted, predicted, (tiers[0], tiers[1], tiers[2], tiers[3])
+    )
 
 
 def make(replica: str = "a", held: Reuse | None = None, **fields: Any) -> Estimate:
