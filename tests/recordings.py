@@ -1,4 +1,4 @@
-"""Where the recorded engine streams lie, for tests that need them."""
+"""Where the recorded engine streams and the public traces lie, for tests that need them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ def recordings_dir() -> Path:
 
     Skips the calling test where they are missing; fails it in CI, where they must be there.
     """
-    named = os.environ.get("SERVINGFLEET_RECORDINGS")
-    path = Path(named) if named else ROOT.parent / "shared" / "data" / "streams"
+    return _folder("SERVINGFLEET_RECORDINGS", "streams")
+
+
+def traces_dir() -> Path:
+    """The folder of public request traces: $SERVINGFLEET_TRACES, else ../shared/data/traces. Likewise."""
+    return _folder("SERVINGFLEET_TRACES", "traces")
+
+
+def _folder(variable: str, name: str) -> Path:
+    named = os.environ.get(variable)
+    path = Path(named) if named else ROOT.parent / "shared" / "data" / name
     if path.is_dir():
         return path
-    missing = f"no recorded streams at {path}: set SERVINGFLEET_RECORDINGS to their folder"
+    missing = f"no {name} at {path}: set {variable} to their folder"
     if os.environ.get("CI"):
         pytest.fail(missing)
     pytest.skip(missing)

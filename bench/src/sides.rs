@@ -52,12 +52,15 @@ impl Ours {
             group: 0,
             unit: BLOCK_TOKENS,
             upper_in_predicted: false,
+            store: String::new(),
         };
         let profile = Profile {
             lanes: vec![gpu],
             rules: [Rule::default(); TIERS],
         };
         let mut index = Index::new(BLOCK_TOKENS, u64::from(u32::MAX));
+        // In service the index is told the time, and says since when what it found is idle.
+        index.set_time(Some(0.0));
         let replicas = (0..workers)
             .map(|_| {
                 let replica = index.add_replica(&profile).expect("the profile fits");

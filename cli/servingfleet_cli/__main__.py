@@ -9,6 +9,7 @@ from .asking import explain, replicas, reuse, route
 from .checking import check_stream
 from .demo import demo
 from .recording import record_command
+from .replaying import replay
 from .top import top
 from .verifying import verify_command
 
@@ -28,6 +29,7 @@ for command in (
     verify_command,
     record_command,
     demo,
+    replay,
     top,
 ):
     main.add_command(command)

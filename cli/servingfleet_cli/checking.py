@@ -14,19 +14,19 @@ import click
 import httpx
 
 from servingfleet_relay.adapters.registry import ADAPTERS
-from servingfleet_relay.conformance.canary import LEAST_TOKEN, MOST_TOKEN, Canary, prompt_of
+from servingfleet_relay.conformance.canary import LEAST_TOKEN, MOST_TOKEN
 from servingfleet_relay.load import ScrapeFailed
-from servingfleet_relay.options import BadOption, rank_sockets
-from servingfleet_relay.settings import RankSockets
+from servingfleet_relay.options import BadOption
 from servingfleet_sim.checking import Checker, StreamReport, check
 from servingfleet_sim.driving import REQUEST_S, Driver, Step
+from servingfleet_sim.pulling import PullRecorder
 from servingfleet_sim.recorder import NotHeard, Recorder, wall_clock
 from servingfleet_sim.recordings import Message, RecordingError, read
 
 from . import exits
 from .interrupts import run_to_end
+from .listening import PULLED, Source, identity, live_options, pulled_facts, source_of
 from .output import console, format_option, print_json, table
-from .recording import identity
 
 HELP = "Exit codes: 0 sound, 1 degraded, unusable or silent, 2 wrong usage, 3 engine unreachable."
 CONNECT_S = 10.0
@@ -36,7 +36,7 @@ LEARNING_TOKENS = 600
 
 
 @click.command("check-stream", epilog=HELP)
-@click.argument("source", metavar="DIR|tcp://HOST:PORT")
+@click.argument("source", metavar="DIR|tcp://HOST:PORT|http://HOST:PORT")
 @click.option(
     "--engine",
     type=click.Choice(list(ADAPTERS)),
@@ -49,6 +49,7 @@ LEARNING_TOKENS = 600
 @click.option(
     "--host-unit-tokens", default=0, help="Chunk of the engine's CPU offload; 0: as its blocks."
 )
+@live_options
 @click.option("--replay", metavar="tcp://HOST:PORT", help="Live: where the engine replays.")
 @click.option("--engine-http", metavar="URL", help="Live: the engine's HTTP server.")
 @click.option(
@@ -65,6 +66,8 @@ def check_stream(
     block_tokens: int,
     engine_block_tokens: int,
     host_unit_tokens: int,
+    bind: bool,
+    take_events: bool,
     replay: str | None,
     engine_http: str | None,
     canary: str | None,
@@ -79,15 +82,26 @@ def check_stream(
     engine publishes. docs/check-stream.md says what the report holds and when it is sound.
     """
     try:
-        if source.startswith("tcp://"):
-            sockets = rank_sockets(range(ranks), [source], [replay] if replay else [], bind=False)
-            facts = run_to_end(_facts(sockets, engine, engine_http or canary))
+        if source.startswith(("tcp://", *PULLED)):
+            events = source_of(
+                *(source, replay, ranks),
+                bind=bind,
+                take_events=take_events,
+                unit_tokens=engine_block_tokens,
+            )
+            http = engine_http or canary or (source if events.pulled else None)
+            facts = run_to_end(_facts(events, engine, http))
             name = engine or next(name for name in ADAPTERS if name in facts)
             checker = Checker(
-                ranks, block_tokens, name, engine_version or facts.get(name, ""), host_unit_tokens
+                ranks,
+                block_tokens,
+                name,
+                engine_version or facts.get(name, ""),
+                host_unit_tokens,
+                engine_block_tokens,
+                pulled=events.pulled,
             )
-            checker.engine_block_tokens = engine_block_tokens
-            live = _Live(checker, sockets, seconds, messages, canary, str(facts.get("model", "")))
+            live = _Live(checker, events, seconds, messages, canary, str(facts.get("model", "")))
             report = run_to_end(live.run())
         else:
             recording = read(Path(source))
@@ -98,8 +112,9 @@ def check_stream(
                 name,
                 engine_version or str(recording.engine.get(name, "")),
                 host_unit_tokens or recording.host_unit_tokens,
-                engine_block_tokens,
+                engine_block_tokens or recording.pulled_unit_tokens,
                 recording.layer_groups,
+                pulled=bool(recording.pulled_unit_tokens),
             )
             report = check(recording.messages, checker)
     except (NotHeard, ScrapeFailed, httpx.HTTPError) as error:
@@ -114,12 +129,11 @@ def check_stream(
         raise SystemExit(exits.NO)
 
 
-async def _facts(
-    sockets: Sequence[RankSockets], engine: str | None, engine_http: str | None
-) -> dict[str, Any]:
+async def _facts(source: Source, engine: str | None, engine_http: str | None) -> dict[str, Any]:
     if engine_http is None:
         return {engine or "vllm": ""}
-    return await identity(sockets, engine or "auto", engine_http)
+    facts = await identity(source.ranks, engine or "auto", engine_http)
+    return facts | pulled_facts(source, facts)
 
 
 class _Live:
@@ -128,14 +142,14 @@ class _Live:
     def __init__(
         self,
         checker: Checker,
-        sockets: Sequence[RankSockets],
+        source: Source,
         seconds: float,
         messages: int,
         canary: str | None,
         model: str,
     ) -> None:
         self._checker = checker
-        self._sockets = sockets
+        self._source = source
         self._seconds = seconds
         self._left = messages
         self._enough = asyncio.Event()
@@ -145,7 +159,7 @@ class _Live:
 
     async def run(self) -> StreamReport:
         """Raises NotHeard, httpx.HTTPError."""
-        recorder = Recorder(self._sockets, self._hear, self._clock)
+        recorder = self._source.recorder(self._hear, self._clock)
 
         async def work() -> None:
             if self._canary is not None:
@@ -165,9 +179,9 @@ class _Live:
         if not self._left:
             self._enough.set()
 
-    async def _send(self, url: str, recorder: Recorder) -> None:
+    async def _send(self, url: str, recorder: Recorder | PullRecorder) -> None:
         rng = random.SystemRandom()
-        checker, rank = self._checker, self._sockets[0].rank
+        checker, rank = self._checker, self._source.ranks[0]
 
         async def settled() -> None:
             await recorder.quiet(QUIET_S)
@@ -188,10 +202,10 @@ class _Live:
             if not unit:
                 # So that it is known to be sent, and what is announced for it.
                 unit = checker.block_tokens
-            canary = Canary(prompt_of(unit, rng), unit)
+            canary = pipeline.new_canary(rng, unit)
             checker.canary(rank, canary, self._clock())
             await driver.play([step(canary.prompt)] * 2, settled)
-        first, second = (row.get("cached_tokens") for row in driver.finished())
+        first, second = (row.get("cached_tokens") for row in driver.rows)
         checker.canary_answered(rank, canary, first, second, self._clock())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from servingfleet_protos.v1 import fleet_pb2
 from servingfleet_scheduler.policy import POLICIES
 from servingfleet_sim.arm import Arm, Running, run_arm
 from servingfleet_sim.clients import CALL_S, Progress
-from servingfleet_sim.local_fleet import MODEL, EngineSpec, mixed_engines
+from servingfleet_sim.local_fleet import EngineSpec, mixed_engines
 from servingfleet_sim.processes import ProcessFailed
 from servingfleet_sim.workload import Session, Shape, sessions
 
@@ -33,7 +34,7 @@ CONTROL = "round-robin"
 START_S = 8.0
 """What starting and ending a fleet takes, on a machine that has more to do."""
 LEAST_LOAD_S = 3.0
-SESSIONS_PER_S = 1.0
+SESSIONS_PER_S = 0.75
 """Of each replica: what the slowest engine can still take under round-robin, and two cores can play."""
 LOOK_S = 0.5
 
@@ -46,7 +47,7 @@ OF_ENGINES = ("seed", "replicas", "minutes", "policy", "logs")
 @click.option(
     "--replicas",
     type=click.IntRange(4, 16),
-    default=4,
+    default=6,
     show_default=True,
     help="Engines, of different speed and cache size; load grows with them.",
 )
@@ -116,7 +117,12 @@ async def _compare(
 ) -> Demo:
     engines = mixed_engines(replicas)
     seconds = max(LEAST_LOAD_S, 30 * minutes - START_S)
-    shape = Shape(seconds=seconds, sessions_per_s=SESSIONS_PER_S * replicas)
+    served = Counter(engine.model for engine in engines)
+    shape = Shape(
+        seconds=seconds,
+        sessions_per_s=SESSIONS_PER_S * replicas,
+        models=tuple((model, count / replicas) for model, count in served.items()),
+    )
     workload = list(sessions(shape, seed))
     view = _View(engines, seconds, show=show)
     temporary: AbstractContextManager[str]
@@ -190,10 +196,10 @@ class _View:
         start = clock()
         while True:
             replicas = await running.stub.ListReplicas(
-                fleet_pb2.ListReplicasRequest(model=MODEL), timeout=CALL_S
+                fleet_pb2.ListReplicasRequest(), timeout=CALL_S
             )
             reuse = await running.stub.GetReuse(
-                fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True), timeout=CALL_S
+                fleet_pb2.GetReuseRequest(by_replica=True), timeout=CALL_S
             )
             meter.add(reuse, clock())
             heading = self._heading(running.policy, clock() - start, running.progress)

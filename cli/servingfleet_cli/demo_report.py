@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -78,7 +78,10 @@ def as_dict(demo: Demo) -> dict[str, Any]:
         "load_s": demo.seconds,
         "time": "emulated: engines take modelled times, on this machine's clock",
         "workload": asdict(demo.shape),
-        "replicas": [asdict(engine) for engine in demo.engines],
+        "replicas": [
+            {**asdict(engine), "model": engine.model, "pool": engine.pool}
+            for engine in demo.engines
+        ],
         "pools": {
             pool: {arm.policy: _pool_dict(demo, arm, pool) for arm in demo.arms}
             for pool in _pools(demo)
@@ -100,9 +103,9 @@ def print_report(demo: Demo) -> None:
     chosen, control = demo.arms
     out.print(table("the fleet: emulated engines, real relays and scheduler", *_fleet(demo)))
     out.print(table("by pool: tokens as the engines reported them", *_by_pool(demo)))
-    out.print(
-        table(f"the same {demo.seconds:.0f} s of conversations, seed {demo.seed}", *_figures(demo))
-    )
+    for model in _models(demo):
+        title = f"{model}: the same {demo.seconds:.0f} s of conversations, seed {demo.seed}"
+        out.print(table(title, *_figures(demo, model)))
     turns = len(_finished(chosen) & _finished(control))
     rows = [
         _difference("TTFT, mean", ttft_difference(chosen.requests, control.requests), ".3f"),
@@ -129,13 +132,13 @@ def print_report(demo: Demo) -> None:
 
 
 def _fleet(demo: Demo) -> tuple[list[str], list[list[object]]]:
-    columns = ["replica", "engine", "as fast as", ">ranks", ">block", ">blocks a rank"]
+    columns = ["replica", "model", "as fast as", ">ranks", ">block", ">blocks a rank"]
     columns += [">host blocks"]
     for arm in demo.arms:
         columns += [f">{arm.policy}: requests", ">reused"]
     rows: list[list[object]] = []
     for engine in demo.engines:
-        row: list[object] = [engine.replica, engine.engine, f"{engine.speed:g} x {engine.gpu}"]
+        row: list[object] = [engine.replica, engine.model, f"{engine.speed:g} x {engine.gpu}"]
         row += [engine.ranks, engine.block_tokens, engine.blocks, engine.host_blocks or None]
         for arm in demo.arms:
             found = [r.sums for r in arm.reuse.reports if r.replica == engine.replica]
@@ -146,12 +149,16 @@ def _fleet(demo: Demo) -> tuple[list[str], list[list[object]]]:
 
 
 def _pools(demo: Demo) -> list[str]:
-    return list(dict.fromkeys(engine.engine for engine in demo.engines))
+    return list(dict.fromkeys(engine.pool for engine in demo.engines))
+
+
+def _models(demo: Demo) -> list[str]:
+    return list(dict.fromkeys(engine.model for engine in demo.engines))
 
 
 def _pool_sums(demo: Demo, arm: Arm, pool: str) -> list[fleet_pb2.ReuseSums]:
     """Of its replicas, in which anything was asked."""
-    members = {engine.replica for engine in demo.engines if engine.engine == pool}
+    members = {engine.replica for engine in demo.engines if engine.pool == pool}
     return [each.sums for each in arm.reuse.reports if each.replica in members]
 
 
@@ -178,12 +185,13 @@ def _by_pool(demo: Demo) -> tuple[list[str], list[list[object]]]:
     return columns, rows
 
 
-def _figures(demo: Demo) -> tuple[list[str], list[list[object]]]:
+def _figures(demo: Demo, model: str) -> tuple[list[str], list[list[object]]]:
     columns = ["figure", "policy", ">value", "95% interval", ">ratio", "of what"]
     rows: list[list[object]] = []
     for name, of_what in FIGURES.items():
         for number, arm in enumerate(demo.arms):
-            figure = next((f for f in arm.report.figures if f.name == name), fleet_pb2.Figure())
+            report = arm.reports.get(model, fleet_pb2.ReuseReport())
+            figure = next((f for f in report.figures if f.name == name), fleet_pb2.Figure())
             value = _percent(figure.value) if figure.HasField("value") else "<none>"
             interval = f"{_percent(figure.low)} to {_percent(figure.high)}"
             ratio = f"{figure.numerator:,.0f} / {figure.denominator:,.0f}"
@@ -191,9 +199,11 @@ def _figures(demo: Demo) -> tuple[list[str], list[list[object]]]:
             rows.append(["" if number else name, *row, "" if number else of_what])
     for name, of in (("TTFT, mean", fmean), ("TTFT, p95", p95)):
         for number, arm in enumerate(demo.arms):
-            found = ttft(arm.requests, of)
+            requests = [each for each in arm.requests if each.model == model]
+            found = ttft(requests, of)
             row = [arm.policy, _seconds(found.value), _interval(found, ".3f")]
-            row.append(f"{len(_finished(arm)):,} requests")
+            finished = sum(each.end is End.FINISHED for each in requests)
+            row.append(f"{finished:,} requests")
             rows.append(["" if number else name, *row, "" if number else TTFT])
     return columns, rows
 
@@ -284,8 +294,14 @@ def _arm(arm: Arm) -> dict[str, Any]:
             "late": progress.late,
             "unreported": progress.unreported,
         },
-        "figures": {figure.name: _figure(figure) for figure in arm.report.figures},
-        "set_aside": dict(arm.report.set_aside),
+        "figures": _whole(arm.reports.values()),
+        "models": {
+            model: {
+                "figures": {figure.name: _figure(figure) for figure in report.figures},
+                "set_aside": dict(report.set_aside),
+            }
+            for model, report in arm.reports.items()
+        },
         "ttft_emulated_s": {
             "mean": asdict(ttft(arm.requests, fmean)),
             "p95": asdict(ttft(arm.requests, p95)),
@@ -304,6 +320,21 @@ def _arm(arm: Arm) -> dict[str, Any]:
         },
         "agrees": arm.agrees,
     }
+
+
+def _whole(reports: Collection[fleet_pb2.ReuseReport]) -> dict[str, Any]:
+    """The figures over all models. Only those of one model have an interval."""
+    found: dict[str, Any] = {}
+    for figure in (figure for report in reports for figure in report.figures):
+        row = _figure(figure)
+        if figure.name in found:
+            so_far = found[figure.name]
+            row = {**row, "low": None, "high": None}
+            for name in ("numerator", "denominator", "pairs"):
+                row[name] += so_far[name]
+            row["value"] = row["numerator"] / row["denominator"] if row["denominator"] else None
+        found[figure.name] = row
+    return found
 
 
 def _figure(figure: fleet_pb2.Figure) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ import click
 import httpx
 
 from servingfleet_relay.adapters.registry import ADAPTERS, AUTO
-from servingfleet_relay.load import EngineHttp, ScrapeFailed
-from servingfleet_relay.options import BadOption, rank_sockets
-from servingfleet_relay.settings import RankSockets, RelaySettings
+from servingfleet_relay.load import ScrapeFailed
+from servingfleet_relay.options import BadOption
 from servingfleet_sim.driving import FLAGS, REQUEST_S, Driver, Step, read_steps
-from servingfleet_sim.recorder import NotHeard, Recorder, wall_clock
+from servingfleet_sim.recorder import NotHeard, wall_clock
 from servingfleet_sim.recordings import Message, RecordingError, message_line
 
 from . import exits
 from .interrupts import run_to_end
+from .listening import PULLED, Source, identity, live_options, pulled_facts, source_of
 
 HELP = (
     "Exit codes: 0 recorded, 1 nothing was published or no reuse was reported, 2 wrong usage, "
@@ -32,7 +31,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command("record", epilog=HELP)
-@click.argument("events", metavar="tcp://HOST:PORT")
+@click.argument("events", metavar="tcp://HOST:PORT|http://HOST:PORT")
 @click.option("--replay", metavar="tcp://HOST:PORT", help="Where the engine replays its events.")
 @click.option("--ranks", default=1, show_default=True, help="Ranks, on consecutive ports.")
 @click.option("--engine-http", metavar="URL", help="The engine's HTTP server: says what it is.")
@@ -43,6 +42,8 @@ FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
     show_default=True,
     help="What publishes there; auto: as --engine-http says.",
 )
+@live_options
+@click.option("--engine-block-tokens", default=0, help="Of http://...: the engine's block.")
 @click.option("--facts", type=FILE, help="JSON laid into engine.json: arguments, layer groups.")
 @click.option("--prompts", type=FILE, help="Ask the engine these: the lines of a requests.jsonl.")
 @click.option("--seconds", default=10.0, show_default=True, help="How long, without --prompts.")
@@ -68,6 +69,9 @@ def record_command(
     ranks: int,
     engine_http: str | None,
     engine: str,
+    bind: bool,
+    take_events: bool,
+    engine_block_tokens: int,
     facts: Path | None,
     prompts: Path | None,
     seconds: float,
@@ -79,13 +83,22 @@ def record_command(
 
     With --prompts each line is asked of the engine in turn, and what it reports to have reused is
     recorded with it. Whatever else the engine is asked meanwhile spoils the verification.
+
+    Events of http://... (TensorRT-LLM) are pulled, and there is one reader: a relay beside the
+    engine loses what it knew.
     """
+    engine_http = engine_http or (events if events.startswith(PULLED) else None)
     if prompts is not None and engine_http is None:
         raise click.UsageError("--prompts needs --engine-http: nobody to ask")
     if engine == AUTO and engine_http is None:
         raise click.UsageError("--engine or --engine-http must say what publishes there")
     try:
-        sockets = rank_sockets(range(ranks), [events], [replay] if replay else [], bind=False)
+        source = source_of(
+            *(events, replay, ranks),
+            bind=bind,
+            take_events=take_events,
+            unit_tokens=engine_block_tokens,
+        )
         steps = read_steps(prompts) if prompts is not None else None
         known = json.loads(facts.read_text()) if facts is not None else {}
         if not isinstance(known, dict):
@@ -93,7 +106,7 @@ def record_command(
         _make(directory)
     except (BadOption, RecordingError, ValueError, OSError) as error:
         raise exits.Exit(str(error), exits.USAGE) from error
-    wanted = _Wanted(sockets, engine, engine_http, known, steps, seconds, quiet_s, connect_s)
+    wanted = _Wanted(source, engine, engine_http, known, steps, seconds, quiet_s, connect_s)
     try:
         summary = run_to_end(_record(wanted, directory))
     except (NotHeard, ScrapeFailed, httpx.HTTPError) as error:
@@ -106,7 +119,7 @@ def record_command(
 
 @dataclass(frozen=True)
 class _Wanted:
-    sockets: tuple[RankSockets, ...]
+    source: Source
     engine: str
     engine_http: str | None
     facts: Mapping[str, Any]
@@ -123,7 +136,9 @@ def _make(directory: Path) -> None:
 
 
 async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
-    facts = await identity(wanted.sockets, wanted.engine, wanted.engine_http)
+    source = wanted.source
+    facts = await identity(source.ranks, wanted.engine, wanted.engine_http)
+    facts |= pulled_facts(source, facts)
     (directory / "engine.json").write_text(json.dumps({**facts, **wanted.facts}, indent=1) + "\n")
     clock = wall_clock()
     async with httpx.AsyncClient(
@@ -133,10 +148,9 @@ async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
         with (directory / "events.jsonl").open("w", buffering=1) as events:
 
             def write(message: Message) -> None:
-                source = f"sub {wanted.sockets[message.rank].events}"
-                events.write(message_line(message, source))
+                events.write(message_line(message, source.name(message.rank)))
 
-            recorder = Recorder(wanted.sockets, write, clock)
+            recorder = source.recorder(write, clock)
 
             async def settled() -> None:
                 await recorder.quiet(wanted.quiet_s)
@@ -166,42 +180,6 @@ async def _record(wanted: _Wanted, directory: Path) -> dict[str, Any]:
         "disconnections": sum(row["control"] == "engine gone" for row in recorder.controls),
         "replays_failed": recorder.replays_failed,
     }
-
-
-async def identity(
-    sockets: Sequence[RankSockets], engine: str, engine_http: str | None
-) -> dict[str, Any]:
-    """What engine.json holds of the engine's own answers. Raises ScrapeFailed."""
-    if engine_http is None:
-        return {engine: ""}
-    asked = EngineHttp(engine_http, RelaySettings(sockets=tuple(sockets), schedulers=()))
-    try:
-        found = await asked.identity(tuple(each.rank for each in sockets))
-        if engine not in (AUTO, found.engine):
-            raise ScrapeFailed(
-                f"{engine_http} is {found.engine}; expected {engine}, as --engine says"
-            )
-        facts: dict[str, Any] = {found.engine: found.version, "model": await asked.model()}
-    finally:
-        await asked.close()
-    if found.engine == "sglang":
-        facts |= await _page_size(engine_http)
-    return facts
-
-
-async def _page_size(engine_http: str) -> dict[str, Any]:
-    """Where pages are smaller than a block, whole blocks are all that can be known.
-
-    Nothing else of that answer is kept: it holds the engine's arguments, and with them its key.
-    """
-    async with httpx.AsyncClient(base_url=engine_http, trust_env=False) as http:
-        for path in ("/server_info", "/get_server_info"):
-            answer = await http.get(path)
-            with contextlib.suppress(ValueError):
-                told = answer.json() if answer.status_code == httpx.codes.OK else None
-                if isinstance(told, dict) and isinstance(told.get("page_size"), int):
-                    return {"page_size": told["page_size"]}
-    return {}
 
 
 def _lines(directory: Path, summary: Mapping[str, Any]) -> list[str]:

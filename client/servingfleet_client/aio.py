@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self, Unpack
@@ -15,31 +12,24 @@ import grpc
 from servingfleet_protos.v1 import routing_pb2
 from servingfleet_protos.v1.routing_pb2_grpc import RouterStub
 
-from .connection import Link, Options, Scheduler
+from .asking import Asking
+from .connection import Scheduler
 from .errors import FleetError, error_of
-from .requests import RouteOptions, Tokens, route_request
-from .routed import Deliveries, Failures, Routed
+from .requests import RouteOptions, Tokens
+from .routed import Failures, Routed
 
 if TYPE_CHECKING:  # this name exists for type checkers only
     from servingfleet_protos.v1.routing_pb2_grpc import RouterAsyncStub
 
 
-class AsyncClient:
+class AsyncClient(Asking[grpc.aio.Channel]):
     """Asks one fleet for one model. Made, used and closed within one event loop."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
         """`model`: as the engines serve it. Raises UnusableFile; the scheduler need not be there yet."""
-        self.model = model
-        self._scheduler = scheduler
-        self._link = Link(scheduler, _dial)
-        self._deliveries = Deliveries()
+        super().__init__(scheduler, model, grpc.aio)
         self._sending: set[asyncio.Task[None]] = set()
         self._closed = False
-
-    @property
-    def lost_reports(self) -> Counter[str]:
-        """Reports that no scheduler took, by reason."""
-        return self._deliveries.lost
 
     async def route(
         self, tokens: Tokens, *, failures: Failures = Exception, **options: Unpack[RouteOptions]
@@ -48,15 +38,12 @@ class AsyncClient:
 
         Raises FleetError, ValueError. `failures`: what ends a block of it as the engine's failure.
         """
-        options.setdefault("request_id", uuid.uuid4().hex)
-        request = route_request(self.model, tokens, options)
+        request = self._request(tokens, options)
         try:
-            decision = await (await self._router()).Route(
-                request, timeout=self._scheduler.route_timeout_s, metadata=self._link.metadata()
-            )
+            decision = await (await self._router()).Route(request, **self._to_route())
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
-        return Routed(decision, request.request_id, self._send, time.monotonic, failures)
+        return self._routed(decision, request, self._send, failures)
 
     @asynccontextmanager
     async def request(
@@ -69,9 +56,7 @@ class AsyncClient:
     async def report(self, report: routing_pb2.ReportRequest) -> routing_pb2.ReportResponse:
         """Reports, waits, and returns what became of it. Raises FleetError."""
         try:
-            return await (await self._router()).Report(
-                report, timeout=self._scheduler.report_timeout_s, metadata=self._link.metadata()
-            )
+            return await (await self._router()).Report(report, **self._to_report())
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
 
@@ -109,9 +94,3 @@ class AsyncClient:
             self._deliveries.failed(error)
         else:
             self._deliveries.taken()
-
-
-def _dial(address: str, trusted: bytes | None, options: Options) -> grpc.aio.Channel:
-    if trusted is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=options)

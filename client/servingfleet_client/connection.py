@@ -57,6 +57,8 @@ OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # ... nor its name be looked up only every 30 s, when one that it stood for has gone.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+    # Each client has its own connection: behind the address of a Service, all would else reach one and the same scheduler.
+    ("grpc.use_local_subchannel_pool", 1),
     # Of the pod network, where a proxy for the world outside has no business.
     ("grpc.enable_http_proxy", 0),
 )

@@ -29,6 +29,12 @@ class RouteOptions(TypedDict, total=False):
     """The request asks for them: engines then reuse nothing."""
     session_id: str
     """Groups the requests of one conversation."""
+    pin_session: bool
+    """Stay where the session went last, while that may be chosen."""
+    priority: int
+    """Class for admission: higher is more important."""
+    labels: Mapping[str, str]
+    """Only replicas whose labels have all of these, at most 16."""
     only: Iterable[common_pb2.Target]
     exclude: Iterable[common_pb2.Target]
     """Where it must not go: for example where it has just failed."""
@@ -75,6 +81,7 @@ def report_request(
     stage: Stage.ValueType,
     *,
     ran_on: common_pb2.Target | None = None,
+    failed_on: Iterable[common_pb2.Target] = (),
     usage: object = None,
     reuse_when_absent: int | None = None,
     prompts: int = 1,
@@ -85,6 +92,7 @@ def report_request(
         decision_id=decision_id,
         stage=stage,
         ran_on=ran_on,
+        failed_on=failed_on,
         prompts_in_usage=prompts,
         ttft_s=ttft_s,
         **counts(usage, reuse_when_absent),

@@ -5,11 +5,12 @@ No I/O: reports leave through `send`, and nobody waits for them.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
@@ -49,8 +50,11 @@ class Routed:
         """host:port of the engine. Empty: the scheduler does not know it."""
         self.headers: Mapping[str, str] = dict(decision.headers)
         """Headers that make the engine run it on that rank: to be sent with it."""
+        self.body: Mapping[str, Any] = _values(decision.body)
+        """Fields that do the same in the request's JSON body: to be set there."""
         self._fallbacks = iter(decision.fallbacks)
         self._elsewhere: common_pb2.Target | None = None
+        self._failed_on: list[common_pb2.Target] = []
         self._send = send
         self._clock = clock
         self._failures = failures
@@ -87,17 +91,18 @@ class Routed:
         self._end(Stage.STAGE_ABORTED)
 
     def fall_back(self) -> bool:
-        """Goes on to the next fallback: target, endpoint and headers are then its own. False: there is none left.
+        """The engine failed: goes on to the next fallback. Target, endpoint, headers and body are then its own.
 
-        It saves asking again, and the scheduler learns only where the request ran. To tell it of the failure too,
-        call `failed` and route again with the target among `exclude`.
+        False: there is none left. It saves asking again; reports say from then on where it failed and where it runs.
         """
         fallback = None if self._ended else next(self._fallbacks, None)
         if fallback is None:
             return False
+        self._failed_on.append(self.target)
         self.target = self._elsewhere = fallback.target
         self.endpoint = fallback.endpoint
         self.headers = dict(fallback.headers)
+        self.body = _values(fallback.body)
         self._since = self._clock()
         self._ttft_s = None
         # Else the credit would stand where nothing comes.
@@ -142,12 +147,17 @@ class Routed:
                 self.decision.decision_id,
                 stage,
                 ran_on=self._elsewhere,
+                failed_on=self._failed_on,
                 usage=usage,
                 reuse_when_absent=reuse_when_absent,
                 prompts=prompts,
                 ttft_s=self._ttft_s,
             )
         )
+
+
+def _values(fields: Mapping[str, str]) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in fields.items()}
 
 
 MAX_WAITING = 10_000

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self, Unpack
@@ -15,29 +12,22 @@ import grpc
 from servingfleet_protos.v1 import routing_pb2
 from servingfleet_protos.v1.routing_pb2_grpc import RouterStub
 
-from .connection import Link, Options, Scheduler
+from .asking import Asking
+from .connection import Scheduler
 from .errors import error_of
-from .requests import RouteOptions, Tokens, route_request
-from .routed import Deliveries, Failures, Routed
+from .requests import RouteOptions, Tokens
+from .routed import Failures, Routed
 
 
-class Client:
+class Client(Asking[grpc.Channel]):
     """Asks one fleet for one model. May be used by several threads."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
         """`model`: as the engines serve it. Raises UnusableFile; the scheduler need not be there yet."""
-        self.model = model
-        self._scheduler = scheduler
-        self._link = Link(scheduler, _dial)
-        self._deliveries = Deliveries()
+        super().__init__(scheduler, model, grpc)
         self._changed = threading.Condition()
         self._sending = 0
         self._closed = False
-
-    @property
-    def lost_reports(self) -> Counter[str]:
-        """Reports that no scheduler took, by reason."""
-        return self._deliveries.lost
 
     def route(
         self, tokens: Tokens, *, failures: Failures = Exception, **options: Unpack[RouteOptions]
@@ -46,15 +36,12 @@ class Client:
 
         Raises FleetError, ValueError. `failures`: what ends a block of it as the engine's failure.
         """
-        options.setdefault("request_id", uuid.uuid4().hex)
-        request = route_request(self.model, tokens, options)
+        request = self._request(tokens, options)
         try:
-            decision = self._router().Route(
-                request, timeout=self._scheduler.route_timeout_s, metadata=self._link.metadata()
-            )
+            decision = self._router().Route(request, **self._to_route())
         except grpc.RpcError as error:
             raise error_of(error) from error
-        return Routed(decision, request.request_id, self._send, time.monotonic, failures)
+        return self._routed(decision, request, self._send, failures)
 
     @contextmanager
     def request(
@@ -67,9 +54,7 @@ class Client:
     def report(self, report: routing_pb2.ReportRequest) -> routing_pb2.ReportResponse:
         """Reports, waits, and returns what became of it. Raises FleetError."""
         try:
-            return self._router().Report(
-                report, timeout=self._scheduler.report_timeout_s, metadata=self._link.metadata()
-            )
+            return self._router().Report(report, **self._to_report())
         except grpc.RpcError as error:
             raise error_of(error) from error
 
@@ -98,9 +83,7 @@ class Client:
             if not self._deliveries.room(self._sending, closed=self._closed):
                 return
             self._sending += 1
-        future = self._router().Report.future(
-            report, timeout=self._scheduler.report_timeout_s, metadata=self._link.metadata()
-        )
+        future = self._router().Report.future(report, **self._to_report())
         future.add_done_callback(lambda _: self._delivered(future))
 
     def _delivered(self, call: grpc.Call) -> None:
@@ -112,9 +95,3 @@ class Client:
                 self._deliveries.failed(error_of(call))
             self._sending -= 1
             self._changed.notify_all()
-
-
-def _dial(address: str, trusted: bytes | None, options: Options) -> grpc.Channel:
-    if trusted is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=options)

@@ -102,6 +102,7 @@ class Mirror:
         masked: int = 0,
         untold: bool = False,
         whole: bool = False,
+        computed: bool = False,
         places_only: bool = False,
     ) -> list[Delta]:
         """Blocks stored, consecutive after `parent` (None: the root, under `adapter` and `cache_salt`).
@@ -116,6 +117,7 @@ class Mirror:
         the event is a placeholder.
         `untold`: more than the tokens may have entered the hashes. Where one is known already the event is a placeholder.
         `whole`: all that this engine stored before is known.
+        `computed`: the blocks were computed, so that it is no mere report of a hit.
         `places_only`: nothing is stored; blocks that are known and wait for their place learn it.
         Raises Rejected: no_hashes, token_count, unit_size (neither multiple nor divisor of the canonical block),
         self_parent, duplicate_in_event, hash_conflict (same engine hash, other place), mirror_full.
@@ -193,6 +195,18 @@ class Match:
     @property
     def credited(self) -> int:
         """Part of `predicted` that rests on credits or UPPER blocks: predicted minus what confirmed blocks give."""
+    @property
+    def tail_tier(self) -> int:
+        """The slowest tier (1: gpu) that holds the block where `predicted` ends: with that copy the block is gone.
+        0: no lane of this rank holds it, or no time was given."""
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds since the block was last stored or used there, or one close to it in its prompt. None: not known,
+        as for what a snapshot brought."""
+    @property
+    def turnover_s(self) -> float | None:
+        """How long blocks are idle before this rank evicts them from that tier: the median of its last 64 removals.
+        None: fewer than 16 were seen."""
 
 @final
 class Index:
@@ -209,13 +223,33 @@ class Index:
         """Adds or updates a rank. Not `trusted`: its holdings and credits leave lower and predicted.
         Not trusted or not `complete`: its upper is whatever the engine could report at most."""
     def hold(
-        self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: bytes
+        self,
+        replica: int,
+        rank: int,
+        lane: int,
+        confidence: int,
+        parent: int,
+        hashes: bytes,
+        now: float | None = None,
     ) -> int:
-        """Returns how many blocks were not held with this confidence before.
+        """Returns how many blocks were not held with this confidence before. Those not held in the lane at all are used
+        at `now`, seconds of any epoch, the same in all calls; None: nobody knows when they were.
         In a GPU attention lane (any GPU lane if there is none) a hold that counts in `predicted` ends credits block by
         block. An undeclared lane or rank raises KeyError."""
-    def drop(self, replica: int, rank: int, lane: int, hashes: bytes) -> int:
-        """Returns how many blocks were held."""
+    def drop(
+        self, replica: int, rank: int, lane: int, hashes: bytes, now: float | None = None
+    ) -> int:
+        """Returns how many blocks were held. Blocks that no other lane of the rank holds were evicted at `now`; None:
+        they were not, or nobody knows when."""
+    def touch(self, replica: int, rank: int, hashes: bytes, now: float) -> None:
+        """The rank uses what it holds of these blocks, a prompt's from the first on."""
+    def idle(
+        self, replica: int, rank: int, hashes: bytes, now: float
+    ) -> list[tuple[int, float | None]]:
+        """How long a rank has not used blocks of a prompt, from the first on up to one that it does not hold: stretches
+        of blocks, and seconds in the slowest tier that holds them; None: not known."""
+    def turnover(self, replica: int, rank: int) -> list[tuple[int, int, float | None]]:
+        """(tier, evictions, their median age in seconds as in `Match`), for tiers that evicted since the rank was cleared."""
     def clear(self, replica: int, rank: int, lane: int | None = None) -> int:
         """Drops a lane, or all lanes, of a rank. Returns how many blocks were held."""
     def open_credit(
@@ -226,7 +260,9 @@ class Index:
     def close_credit(self, decision: str) -> bool: ...
     def close_credits(self, replica: int, rank: int) -> int:
         """Ends every credit of a rank (a new incarnation)."""
-    def match(self, hashes: bytes, prompt_tokens: int, *, no_reuse: bool = False) -> list[Match]:
+    def match(
+        self, hashes: bytes, prompt_tokens: int, *, no_reuse: bool = False, now: float | None = None
+    ) -> list[Match]:
         """What ranks would reuse, by (replica, rank). A known rank that is left out can reuse nothing: all its counts
         are zero. `no_reuse`: the request can reuse nothing, so that all are left out.
         Raises ValueError if the prompt has fewer tokens than its hashes cover."""

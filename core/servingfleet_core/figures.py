@@ -35,20 +35,31 @@ class Sums:
     actual: int = 0
     agreed: int = 0
     erroneous: int = 0
+    expected: int = 0
     prompt_prompt: int = 0
     best_best: int = 0
     predicted_predicted: int = 0
     actual_actual: int = 0
     agreed_agreed: int = 0
     erroneous_erroneous: int = 0
+    expected_expected: int = 0
     actual_prompt: int = 0
     agreed_actual: int = 0
     erroneous_predicted: int = 0
     erroneous_prompt: int = 0
     best_prompt: int = 0
+    expected_actual: int = 0
 
     def add_pair(
-        self, *, prompt: int, best: int, predicted: int, lower: int, upper: int, actual: int
+        self,
+        *,
+        prompt: int,
+        best: int,
+        predicted: int,
+        lower: int,
+        upper: int,
+        expected: int,
+        actual: int,
     ) -> None:
         """One joined pair."""
         agreed = min(predicted, actual)
@@ -61,12 +72,15 @@ class Sums:
         self.actual += actual
         self.agreed += agreed
         self.erroneous += erroneous
+        self.expected += expected
         self.prompt_prompt += prompt * prompt
         self.best_best += best * best
         self.predicted_predicted += predicted * predicted
         self.actual_actual += actual * actual
         self.agreed_agreed += agreed * agreed
         self.erroneous_erroneous += erroneous * erroneous
+        self.expected_expected += expected * expected
+        self.expected_actual += expected * actual
         self.actual_prompt += actual * prompt
         self.agreed_actual += agreed * actual
         self.erroneous_predicted += erroneous * predicted
@@ -111,6 +125,8 @@ class _Ratio:
     denominator: str
     product: str
     definition: str
+    within: bool = True
+    """The numerator is no larger than the denominator, in every request."""
 
 
 RATIOS = (
@@ -149,6 +165,14 @@ RATIOS = (
         "best_prompt",
         "longest reuse predicted on any replica at routing time / prompt tokens",
     ),
+    _Ratio(
+        "expected_over_actual",
+        "expected",
+        "actual",
+        "expected_actual",
+        "tokens that the cost counted on / tokens reported reused",
+        within=False,
+    ),
 )
 
 
@@ -177,24 +201,30 @@ def figures(sums: Sums, min_pairs: int) -> list[Figure]:
 
 
 def ratio_interval(
-    pairs: int, y: int, x: int, yy: int, xx: int, xy: int
+    pairs: int, y: int, x: int, yy: int, xx: int, xy: int, *, within: bool = True
 ) -> tuple[float, float, float]:
-    """Σy/Σx over requests and its 95% interval within [0, 1], for 0 <= y <= x in every request.
+    """Σy/Σx over requests and its 95% interval. `within`: 0 <= y <= x in every request, so that it ends at 0 and 1.
 
     Delta method: var(r) = n/(n-1) * Σ(y - r x)² / (Σx)². Where every request agrees on 0 or on 1 that variance is zero
     and says nothing of what a next request may do: Wilson's interval stands in, over the effective number of
-    requests (Σx)²/Σx², since those that weigh nothing prove nothing.
+    requests (Σx)²/Σx², since those that weigh nothing prove nothing. Likewise where all agree on another ratio: a next one
+    may be as far off as that, either way.
     """
     ratio = y / x
-    if y in (0, x):
-        effective = x * x / xx
+    # Exact until the division: these sums are large and nearly cancel.
+    cancelled = yy * x * x - 2 * y * x * xy + y * y * xx
+    effective = x * x / xx
+    if within and y in (0, x):
         low, high = wilson_interval(effective if y else 0.0, effective)
         return ratio, low, high
-    # Exact until the last division: these sums are large and nearly cancel.
-    residual = (yy * x * x - 2 * y * x * xy + y * y * xx) / (x * x)
+    if not within and not cancelled:
+        low, high = wilson_interval(effective if y else 0.0, effective)
+        return (ratio, ratio * low, ratio / low) if y else (ratio, 0.0, high)
+    residual = cancelled / (x * x)
     spread = pairs / max(1, pairs - 1) * max(0.0, residual)
     half = Z * math.sqrt(spread) / x
-    return ratio, max(0.0, ratio - half), min(1.0, ratio + half)
+    high = ratio + half
+    return ratio, max(0.0, ratio - half), min(1.0, high) if within else high
 
 
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
@@ -215,7 +245,8 @@ def _ratio(ratio: _Ratio, sums: Sums, min_pairs: int) -> Figure:
         return Figure(ratio.name, ratio.definition, y, x, sums.pairs)
     yy = getattr(sums, f"{ratio.numerator}_{ratio.numerator}")
     xx = getattr(sums, f"{ratio.denominator}_{ratio.denominator}")
-    value, low, high = ratio_interval(sums.pairs, y, x, yy, xx, getattr(sums, ratio.product))
+    xy = getattr(sums, ratio.product)
+    value, low, high = ratio_interval(sums.pairs, y, x, yy, xx, xy, within=ratio.within)
     return Figure(ratio.name, ratio.definition, y, x, sums.pairs, value, low, high)
 
 

@@ -232,7 +232,7 @@ impl Mirror {
         Ok(self.mirror.add_lane(lane.0, multiset)?)
     }
 
-    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false, masked=Int(0), untold=false, whole=false, places_only=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False, masked=0, untold=False, whole=False, places_only=False)")]
+    #[pyo3(signature = (lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter="", cache_salt="", media=vec![], opaque=false, doubtful=false, masked=Int(0), untold=false, whole=false, computed=false, places_only=false), text_signature = "($self, lane, hashes, width, parent, tokens, unit_tokens, now, *, adapter='', cache_salt='', media=(), opaque=False, doubtful=False, masked=0, untold=False, whole=False, computed=False, places_only=False)")]
     #[allow(clippy::too_many_arguments)] // the contract's own
     fn stored(
         &mut self,
@@ -251,6 +251,7 @@ impl Mirror {
         masked: Int<u32>,
         untold: bool,
         whole: bool,
+        computed: bool,
         places_only: bool,
     ) -> PyResult<Vec<Delta>> {
         let event = mirror::Stored {
@@ -269,6 +270,7 @@ impl Mirror {
             masked: masked.0,
             untold,
             whole,
+            computed,
             places_only,
         };
         Ok(deltas(self.mirror.stored(&event)?))
@@ -498,6 +500,9 @@ struct Match {
     upper: u64,
     tiers: (u64, u64, u64, u64),
     credited: u64,
+    tail_tier: u8,
+    idle_s: Option<f64>,
+    turnover_s: Option<f64>,
 }
 
 #[pymethods]
@@ -557,6 +562,8 @@ impl Index {
         Ok(self.index.set_rank(replica.0, rank.0, trusted, complete)?)
     }
 
+    #[pyo3(signature = (replica, rank, lane, confidence, parent, hashes, now=None))]
+    #[allow(clippy::too_many_arguments)] // the contract's own
     fn hold(
         &mut self,
         replica: Int<u32>,
@@ -565,23 +572,59 @@ impl Index {
         confidence: Int<u8>,
         parent: Int<u64>,
         hashes: &[u8],
+        now: Option<f64>,
     ) -> PyResult<u64> {
         let hashes = unpack(hashes)?;
+        self.index.set_time(now);
         Ok(self
             .index
             .hold(replica.0, rank.0, lane.0, confidence.0, parent.0, &hashes)?)
     }
 
+    #[pyo3(signature = (replica, rank, lane, hashes, now=None))]
     fn drop(
         &mut self,
         replica: Int<u32>,
         rank: Int<u32>,
         lane: Int<u32>,
         hashes: &[u8],
+        now: Option<f64>,
     ) -> PyResult<u64> {
-        Ok(self
-            .index
-            .drop(replica.0, rank.0, lane.0, &unpack(hashes)?)?)
+        let hashes = unpack(hashes)?;
+        self.index.set_time(now);
+        Ok(self.index.drop(replica.0, rank.0, lane.0, &hashes)?)
+    }
+
+    fn touch(
+        &mut self,
+        replica: Int<u32>,
+        rank: Int<u32>,
+        hashes: &[u8],
+        now: f64,
+    ) -> PyResult<()> {
+        let hashes = unpack(hashes)?;
+        self.index.set_time(Some(now));
+        Ok(self.index.touch(replica.0, rank.0, &hashes)?)
+    }
+
+    fn idle(
+        &mut self,
+        replica: Int<u32>,
+        rank: Int<u32>,
+        hashes: &[u8],
+        now: f64,
+    ) -> PyResult<Vec<(u64, Option<f64>)>> {
+        let hashes = unpack(hashes)?;
+        self.index.set_time(Some(now));
+        Ok(self.index.idle(replica.0, rank.0, &hashes)?)
+    }
+
+    fn turnover(
+        &mut self,
+        replica: Int<u32>,
+        rank: Int<u32>,
+    ) -> PyResult<Vec<(u8, u64, Option<f64>)>> {
+        Ok(self.index.turnover(replica.0, rank.0)?)
     }
 
     #[pyo3(signature = (replica, rank, lane=None))]
@@ -618,17 +661,22 @@ impl Index {
         Ok(self.index.close_credits(replica.0, rank.0)?)
     }
 
-    #[pyo3(name = "match", signature = (hashes, prompt_tokens, *, no_reuse=false))]
+    #[pyo3(name = "match", signature = (hashes, prompt_tokens, *, no_reuse=false, now=None))]
     fn find(
         &mut self,
         hashes: &[u8],
         prompt_tokens: Int<u64>,
         no_reuse: bool,
+        now: Option<f64>,
     ) -> PyResult<Vec<Match>> {
+        self.index.set_time(now);
         let found = self
             .index
             .find(&unpack(hashes)?, prompt_tokens.0, no_reuse)?;
         let answers = found.into_iter().map(|found| Match {
+            tail_tier: found.tail.tier,
+            idle_s: self.index.since(found.tail.used),
+            turnover_s: self.index.turnover_of(&found),
             replica: found.replica,
             rank: found.rank,
             lower: found.lower,

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use hashbrown::HashTable;
+use smallvec::SmallVec;
 
 use crate::bits::{self, Blocks};
 use crate::credits::Credits;
 use crate::hash::spread;
+use crate::recency::{Clock, Removals, Stamp, UNKNOWN};
 use crate::resume::{Class, Credited, Held, Plan, Profile, Question, TIERS};
 use crate::tree::{Found, Holder, Tree};
 
@@ -44,6 +46,8 @@ struct Rank {
     in_plan: Vec<Option<[Holder; 2]>>,
     /// Likewise: the store that a lane shows, by its place in the roll.
     shared: Vec<Option<usize>>,
+    /// By tier.
+    removals: [Removals; TIERS],
 }
 
 struct Replica {
@@ -68,6 +72,17 @@ pub struct Match {
     pub tiers: [u64; TIERS],
     /// What `predicted` owes to credits and UPPER blocks.
     pub credited: u64,
+    /// Of the block where `predicted` ends.
+    pub tail: Tail,
+}
+
+/// Where a block is held to the last by one rank, and since when it is idle there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tail {
+    /// The slowest tier that holds it, from 1 on: with that copy the block is gone. 0: none does, or no time is told.
+    pub tier: u8,
+    /// When it was last used there, by the layer group that did so the longest ago.
+    pub used: Stamp,
 }
 
 /// Sizes.
@@ -105,17 +120,41 @@ struct Row {
     plan: u32,
     /// Blocks of the prompt at hand that are confirmed, from the first on.
     prefix: u64,
+    /// Place of the block where its prediction for the prompt at hand ends, or NOWHERE.
+    tail: u32,
+    /// Position of its answer.
+    answer: u32,
+}
+
+/// What a roll keeps of a holder, in one word: the place of its row, four bits to the left of the tier, which counts
+/// from 1 and is 0 in a lane out of plan; the last bit is set if the holder holds UPPER blocks.
+#[derive(Clone, Copy, Default)]
+struct Packed(u32);
+
+impl Packed {
+    fn place(self) -> usize {
+        (self.0 >> 4) as usize
+    }
+
+    fn tier(self) -> u8 {
+        (self.0 >> 1 & 7) as u8
+    }
+
+    fn upper(self) -> bool {
+        self.0 & 1 == 1
+    }
 }
 
 const NO_PLAN: u32 = u32::MAX;
+const NOWHERE: u32 = u32::MAX;
 
 /// The ranks in the order of answers, as of the last change.
 #[derive(Default)]
 struct Roll {
     stale: bool,
     rows: Vec<Row>,
-    /// By holder: the place of its row, doubled; odd: holds UPPER blocks.
-    place: Vec<u32>,
+    /// By holder: the place of its row, its tier, and whether it holds UPPER blocks.
+    place: Vec<Packed>,
     /// Bit by place: this rank may reuse something of a prompt of which it holds nothing.
     always: Vec<u64>,
     /// Some bit of `always` is set.
@@ -128,6 +167,8 @@ struct Roll {
     stores: Vec<Vec<[Holder; 2]>>,
     /// Bit by place: this rank can load from a store.
     attached: Vec<u64>,
+    /// Scratch of `date`: where answers end.
+    tails: Vec<u32>,
 }
 
 #[derive(Default)]
@@ -155,6 +196,7 @@ pub struct Index {
     /// By holder: its rank's slot.
     holder_rank: Vec<u32>,
     evicted: u64,
+    clock: Clock,
     /// Lanes that events have named: forgotten when a profile changes or a replica goes.
     known: HashTable<Known>,
     roll: Roll,
@@ -163,6 +205,8 @@ pub struct Index {
     credit_bits: Vec<CreditBits>,
     /// Slots with credits for the prompt at hand.
     credited: Vec<u32>,
+    /// Scratch of `remove`.
+    lost: Vec<Stamp>,
 }
 
 impl Index {
@@ -182,12 +226,20 @@ impl Index {
             free_holders: Vec::new(),
             holder_rank: Vec::new(),
             evicted: 0,
+            clock: Clock::default(),
             known: HashTable::new(),
             roll: Roll::default(),
             found: Found::default(),
             credit_bits: Vec::new(),
             credited: Vec::new(),
+            lost: Vec::new(),
         }
+    }
+
+    /// The time of the calls to come, in seconds of any epoch; None: they have none.
+    pub fn set_time(&mut self, now: Option<f64>) {
+        self.clock.set(now);
+        self.tree.set_time(self.clock.now);
     }
 
     /// A new replica; its number is never reused.
@@ -282,6 +334,7 @@ impl Index {
             plan: Arc::clone(&plan),
             in_plan: Vec::new(),
             shared: Vec::new(),
+            removals: Default::default(),
         };
         let slot = match self.free_ranks.pop() {
             Some(slot) => {
@@ -354,13 +407,91 @@ impl Index {
         lane: u32,
         hashes: &[u64],
     ) -> Result<u64, Refusal> {
-        if let Some((_, _, holders)) = self.known(replica, rank, lane) {
-            return Ok(self.tree.drop(holders, hashes));
+        if let Some((slot, number, holders)) = self.known(replica, rank, lane) {
+            return Ok(self.remove(slot, number, holders, hashes));
         }
         let slot = self.slot(replica, rank)?;
         let number = self.lane(replica, lane)?;
         let holders = self.ranks[slot as usize].lanes.get(&number).copied();
-        Ok(holders.map_or(0, |holders| self.tree.drop(holders, hashes)))
+        Ok(holders.map_or(0, |holders| self.remove(slot, number, holders, hashes)))
+    }
+
+    /// A block that another lane of the rank still holds has only moved; what leaves the last one was evicted.
+    fn remove(&mut self, slot: u32, number: u8, holders: [Holder; 2], hashes: &[u64]) -> u64 {
+        if self.clock.now == UNKNOWN {
+            return self.tree.drop(holders, hashes);
+        }
+        let rank = &mut self.ranks[slot as usize];
+        let lanes = rank.lanes.iter().filter(|(other, _)| **other != number);
+        let others: SmallVec<[Holder; 8]> = lanes.flat_map(|(_, holders)| *holders).collect();
+        let mut lost = std::mem::take(&mut self.lost);
+        let dropped = self.tree.drop_telling(holders, &others, hashes, &mut lost);
+        let lanes = &mut rank.plan.lanes.iter();
+        if let Some(lane) = lanes.find(|lane| lane.number == number) {
+            let ages = lost.iter().filter_map(|used| self.clock.since(*used));
+            rank.removals[lane.tier].extend(ages);
+        }
+        lost.clear();
+        self.lost = lost;
+        dropped
+    }
+
+    /// A rank is about to use what it holds of these blocks.
+    pub fn touch(&mut self, replica: u32, rank: u32, hashes: &[u64]) -> Result<(), Refusal> {
+        let slot = self.slot(replica, rank)?;
+        if self.clock.now != UNKNOWN {
+            let lanes = self.ranks[slot as usize].lanes.values();
+            let holders: SmallVec<[Holder; 8]> = lanes.flatten().copied().collect();
+            self.tree.touch(&holders, hashes);
+        }
+        Ok(())
+    }
+
+    /// How long a rank has not used blocks of a prompt, from the first on, up to one that it does not hold: how many
+    /// blocks, and seconds in the slowest tier that holds them, if known.
+    pub fn idle(
+        &self,
+        replica: u32,
+        rank: u32,
+        hashes: &[u64],
+    ) -> Result<Vec<(u64, Option<f64>)>, Refusal> {
+        let rank = &self.ranks[self.slot(replica, rank)? as usize];
+        let lanes = rank.plan.lanes.iter().zip(&rank.in_plan);
+        let holders: Vec<(usize, Holder)> = lanes
+            .flat_map(|(lane, holders)| holders.iter().flatten().map(|holder| (lane.tier, *holder)))
+            .collect();
+        let mut idle = Vec::new();
+        for (blocks, place) in self.tree.stretches(hashes) {
+            let held = holders
+                .iter()
+                .filter_map(|(tier, holder)| Some((*tier, self.tree.used(*holder, place)?)));
+            // The slowest tier; in it, the longest ago.
+            let Some((_, used)) = held.max_by_key(|(tier, used)| (*tier, Stamp::MAX - used)) else {
+                break;
+            };
+            idle.push((blocks, self.clock.since(used)));
+        }
+        Ok(idle)
+    }
+
+    /// Seconds since a time that an answer gave; None: not known.
+    pub fn since(&self, used: Stamp) -> Option<f64> {
+        self.clock.since(used)
+    }
+
+    /// Removals of a rank by tier that were no moves to another tier: how many, and the median age in seconds of the last
+    /// 64 if there were enough. Tiers without any are left out.
+    pub fn turnover(
+        &mut self,
+        replica: u32,
+        rank: u32,
+    ) -> Result<Vec<(u8, u64, Option<f64>)>, Refusal> {
+        let slot = self.slot(replica, rank)?;
+        let tiers = (1..).zip(&mut self.ranks[slot as usize].removals);
+        Ok(tiers
+            .filter(|(_, removals)| removals.count > 0)
+            .map(|(tier, removals)| (tier, removals.count, removals.median()))
+            .collect())
     }
 
     /// Drops a lane or all lanes of a rank; returns how many blocks were held.
@@ -368,8 +499,11 @@ impl Index {
         let slot = self.slot(replica, rank)?;
         let only = lane.map(|lane| self.lane(replica, lane)).transpose()?;
         if only.is_none() {
-            self.roll.stale |= self.ranks[slot as usize].lossy;
-            self.ranks[slot as usize].lossy = false;
+            let rank = &mut self.ranks[slot as usize];
+            self.roll.stale |= rank.lossy;
+            rank.lossy = false;
+            // An empty cache evicts nothing for a while: what was seen of a full one says nothing of it.
+            rank.removals = Default::default();
         }
         let lanes = self.ranks[slot as usize].lanes.iter();
         let holders: Vec<Holder> = lanes
@@ -507,7 +641,66 @@ impl Index {
                 matches.push(answer);
             }
         }
+        if self.clock.now != UNKNOWN {
+            self.date(&mut matches);
+        }
         Ok(matches)
+    }
+
+    /// Says of each answer since when the block is idle where it ends. Answers are those of the ranks seen, in order.
+    fn date(&mut self, matches: &mut [Match]) {
+        let Roll {
+            rows,
+            seen,
+            place,
+            tails,
+            ..
+        } = &mut self.roll;
+        tails.clear();
+        let mut answer = 0;
+        // Most answers are the one before once more.
+        let (mut last, mut tail) = (0, NOWHERE);
+        for (at, &word) in seen.iter().enumerate() {
+            let mut word = word;
+            while word != 0 {
+                let row = &mut rows[64 * at + word.trailing_zeros() as usize];
+                word &= word - 1;
+                let predicted = matches[answer as usize].predicted;
+                if predicted != last {
+                    let block = predicted.saturating_sub(1) / u64::from(self.block_tokens);
+                    let place = self.found.place(block).filter(|_| predicted > 0);
+                    (last, tail) = (predicted, place.unwrap_or(NOWHERE));
+                    tails.extend(place);
+                }
+                (row.tail, row.answer) = (tail, answer);
+                answer += 1;
+            }
+        }
+        tails.sort_unstable();
+        tails.dedup();
+        for &tail in tails.iter() {
+            for (holder, used) in self.tree.holders_at(tail) {
+                let packed = place[holder as usize];
+                let row = &rows[packed.place()];
+                if row.tail != tail {
+                    continue;
+                }
+                let of = &mut matches[row.answer as usize].tail;
+                let tier = packed.tier();
+                if tier > of.tier {
+                    *of = Tail { tier, used };
+                } else if tier == of.tier {
+                    of.used = of.used.min(used);
+                }
+            }
+        }
+    }
+
+    /// Median idle time, in seconds, at which a rank's tier evicts; None: not known. Tiers count from 1.
+    pub fn turnover_of(&mut self, found: &Match) -> Option<f64> {
+        let tier = usize::from(found.tail.tier).checked_sub(1)?;
+        let slot = self.slots.get(&(found.replica, found.rank))?;
+        self.ranks[*slot as usize].removals.get_mut(tier)?.median()
     }
 
     /// Blocks of the prompt at hand that any of these holders holds: confirmed, and UPPER.
@@ -537,17 +730,18 @@ impl Index {
         // Holders are met about in the order of their ranks: a word is filled before it is stored.
         let (mut at, mut seen) = (0, 0);
         for (holder, prefix) in self.found.prefixes() {
-            let place = roll.place[holder as usize] as usize;
-            let bit = 1 << (place / 2 % 64);
-            if place / 128 != at {
+            let packed = roll.place[holder as usize];
+            let place = packed.place();
+            let bit = 1 << (place % 64);
+            if place / 64 != at {
                 roll.seen[at] |= seen;
-                (at, seen) = (place / 128, 0);
+                (at, seen) = (place / 64, 0);
             }
             seen |= bit;
-            match place % 2 {
+            match packed.upper() {
                 // 0 if only blocks behind a hole are held.
-                0 => roll.rows[place / 2].prefix = prefix,
-                _ => roll.mixed[at] |= bit,
+                false => roll.rows[place].prefix = prefix,
+                true => roll.mixed[at] |= bit,
             }
         }
         if seen != 0 {
@@ -578,7 +772,7 @@ impl Index {
         roll.stale = false;
         roll.rows.clear();
         roll.place.clear();
-        roll.place.resize(self.holder_rank.len(), 0);
+        roll.place.resize(self.holder_rank.len(), Packed::default());
         roll.always.clear();
         roll.always.resize(words, 0);
         roll.stores.clear();
@@ -589,9 +783,13 @@ impl Index {
         for (place, &slot) in self.slots.values().enumerate() {
             let rank = &mut self.ranks[slot as usize];
             rank.place = place as u32;
-            for [confirmed, upper] in rank.lanes.values() {
-                roll.place[*confirmed as usize] = 2 * rank.place;
-                roll.place[*upper as usize] = 2 * rank.place + 1;
+            for (number, [confirmed, upper]) in &rank.lanes {
+                let mut lanes = rank.plan.lanes.iter();
+                let lane = lanes.find(|lane| lane.number == *number);
+                let tier = lane.map_or(0, |lane| lane.tier as u32 + 1);
+                let packed = rank.place << 4 | tier << 1;
+                roll.place[*confirmed as usize] = Packed(packed);
+                roll.place[*upper as usize] = Packed(packed | 1);
             }
             rank.shared.clear();
             for (lane, holders) in rank.plan.lanes.iter().zip(&rank.in_plan) {
@@ -618,6 +816,8 @@ impl Index {
                 slot,
                 plan: if rank.plan.plain { plan } else { NO_PLAN },
                 prefix: 0,
+                tail: NOWHERE,
+                answer: 0,
             });
         }
         roll.any = roll.always.iter().any(|word| *word != 0);

@@ -7,5 +7,6 @@ pub mod credits;
 pub mod hash;
 pub mod index;
 pub mod mirror;
+pub mod recency;
 pub mod resume;
 pub mod tree;

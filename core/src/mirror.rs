@@ -75,6 +75,8 @@ pub struct Stored<'a> {
     pub untold: bool,
     /// All that was stored before is known.
     pub whole: bool,
+    /// The blocks were computed: it is no mere report of a hit.
+    pub computed: bool,
     /// Nothing is stored: blocks that are known learn their place.
     pub places_only: bool,
 }

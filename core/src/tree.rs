@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use crate::bits::{self, Blocks};
 use crate::hash::{NO_BLOCK, spread};
+use crate::recency::{Stamp, UNKNOWN};
 
 const RUN_BLOCKS: usize = 64;
 const NOWHERE: u32 = u32::MAX;
@@ -26,6 +27,9 @@ struct Run {
     hashes: Vec<u64>,
     /// Most runs have few.
     holders: SmallVec<[Holder; 4]>,
+    /// When each holder last stored or used any of its blocks here, in the order of `holders`. A prompt is used from its
+    /// first block on, so that it is the first blocks that this speaks of where a run holds the ends of several prompts.
+    used: SmallVec<[Stamp; 4]>,
     /// Slots that each holder holds, in the order of `holders`; empty: each holds `common`.
     masks: Vec<u64>,
     common: u64,
@@ -42,7 +46,11 @@ impl Run {
             true => self.holders.capacity() * size_of::<Holder>(),
             false => 0,
         };
-        (self.hashes.capacity() + self.masks.capacity()) * size_of::<u64>() + holders
+        let used = match self.used.spilled() {
+            true => self.used.capacity() * size_of::<Stamp>(),
+            false => 0,
+        };
+        (self.hashes.capacity() + self.masks.capacity()) * size_of::<u64>() + holders + used
     }
 
     fn position(&self, holder: Holder) -> Option<usize> {
@@ -70,15 +78,31 @@ impl Run {
         }
     }
 
-    /// Returns the slots that were not held, and whether the holder is new to the run.
-    fn set(&mut self, holder: Holder, mask: u64) -> (u64, bool) {
+    /// Returns the slots that were not held, and whether the holder is new to the run. Slots of `moved` are only held
+    /// otherwise than before, since `before`: that is no use of them.
+    fn set(
+        &mut self,
+        holder: Holder,
+        mask: u64,
+        (moved, before): (u64, Stamp),
+        now: Stamp,
+    ) -> (u64, bool) {
         if let Some(at) = self.position(holder) {
             let held = self.mask(at);
+            let used = match mask & !held & !moved {
+                0 => before,
+                _ => now.max(before),
+            };
+            self.used[at] = self.used[at].max(used);
             if mask & !held != 0 {
                 self.put(at, held | mask);
             }
             return (mask & !held, false);
         }
+        self.used.push(match mask & !moved {
+            0 => before,
+            _ => now.max(before),
+        });
         if self.holders.is_empty() {
             self.common = mask;
         } else if self.masks.is_empty() && mask != self.common {
@@ -98,6 +122,7 @@ impl Run {
         let gone = held & mask;
         if gone == held {
             self.holders.swap_remove(at);
+            self.used.swap_remove(at);
             if !self.masks.is_empty() {
                 self.masks.swap_remove(at);
                 self.join();
@@ -219,6 +244,8 @@ pub struct Tree {
     holders: Vec<Holdings>,
     entries: u64,
     clock: u64,
+    /// The time of the holds to come.
+    now: Stamp,
     /// Bytes of the runs' own vectors.
     run_bytes: usize,
 }
@@ -232,6 +259,14 @@ struct Met {
     bits: u32,
 }
 
+/// Blocks of a prompt that lie one behind the other in one run, and that somebody holds.
+struct Stretch {
+    first: u32,
+    blocks: u32,
+    /// Of the first.
+    place: u32,
+}
+
 /// What a prompt finds: the holders of any of its blocks, and which blocks.
 #[derive(Default)]
 pub struct Found {
@@ -241,9 +276,20 @@ pub struct Found {
     holders: Vec<Holder>,
     met: Vec<Met>,
     bits: Vec<u64>,
+    stretches: Vec<Stretch>,
 }
 
 impl Found {
+    /// Where a block of the prompt lies that somebody holds.
+    pub fn place(&self, block: u64) -> Option<u32> {
+        let after = self
+            .stretches
+            .partition_point(|stretch| u64::from(stretch.first) <= block);
+        let stretch = self.stretches.get(after.checked_sub(1)?)?;
+        let within = block as u32 - stretch.first;
+        (within < stretch.blocks).then_some(stretch.place + within)
+    }
+
     /// Who holds any block of the prompt, in no order.
     pub fn holders(&self) -> &[Holder] {
         &self.holders
@@ -278,6 +324,7 @@ impl Found {
         self.position.resize(holders, NOWHERE);
         self.met.clear();
         self.bits.clear();
+        self.stretches.clear();
         // One word more, so that a stretch may straddle the end.
         self.words = blocks.div_ceil(64) + 1;
     }
@@ -392,6 +439,68 @@ impl Tree {
             + self.run_bytes
     }
 
+    /// The time of the holds to come.
+    pub fn set_time(&mut self, now: Stamp) {
+        self.now = now;
+    }
+
+    /// Who holds the block at a place of `Found`, and when each last used it, or one that follows or precedes it closely.
+    pub fn holders_at(&self, place: u32) -> impl Iterator<Item = (Holder, Stamp)> {
+        let (run, slot) = unpack(place);
+        let run = &self.runs[run as usize];
+        let of = run.holders.iter().zip(&run.used).enumerate();
+        of.filter(move |(at, _)| run.mask(*at) >> slot & 1 == 1)
+            .map(|(_, (holder, used))| (*holder, *used))
+    }
+
+    /// When a holder last used the block at a place, if it holds it.
+    pub fn used(&self, holder: Holder, place: u32) -> Option<Stamp> {
+        let (run, slot) = unpack(place);
+        let run = &self.runs[run as usize];
+        let at = run.position(holder)?;
+        (run.mask(at) >> slot & 1 == 1).then(|| run.used[at])
+    }
+
+    /// The stretches of a prompt that lie in one run each, up to the first block that nobody holds: how many blocks, and
+    /// the place of the last.
+    pub fn stretches(&self, hashes: &[u64]) -> Vec<(u64, u32)> {
+        let mut stretches = Vec::new();
+        let mut at = 0;
+        let mut before = NOWHERE;
+        while at < hashes.len() {
+            let Some(segment) = self.find(hashes, at, before) else {
+                break;
+            };
+            before = pack(segment.run, segment.slot + segment.blocks - 1);
+            stretches.push((segment.blocks as u64, before));
+            at += segment.blocks;
+        }
+        stretches
+    }
+
+    /// These holders use what they hold of these blocks.
+    pub fn touch(&mut self, holders: &[Holder], hashes: &[u64]) {
+        let mut at = 0;
+        let mut before = NOWHERE;
+        while at < hashes.len() {
+            let Some(segment) = self.find(hashes, at, before) else {
+                return;
+            };
+            let mask = bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
+            let run = &mut self.runs[segment.run as usize];
+            for holder in holders {
+                let Some(position) = run.position(*holder) else {
+                    continue;
+                };
+                if run.mask(position) & mask != 0 {
+                    run.used[position] = run.used[position].max(self.now);
+                }
+            }
+            before = pack(segment.run, segment.slot + segment.blocks - 1);
+            at += segment.blocks;
+        }
+    }
+
     /// `holder` holds the blocks and `instead` doesn't; returns how many `holder` did not hold before.
     pub fn hold(&mut self, holder: Holder, instead: Holder, parent: u64, hashes: &[u64]) -> u64 {
         self.clock += 1;
@@ -410,10 +519,11 @@ impl Tree {
             };
             let mask = bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
             self.runs[segment.run as usize].touched = self.clock;
-            new += self.set(segment.run, holder, mask);
-            if self.holders[instead as usize].live > 0 {
-                self.unset(segment.run, instead, mask);
-            }
+            let moved = match self.holders[instead as usize].live {
+                0 => (0, UNKNOWN),
+                _ => self.unset(segment.run, instead, mask),
+            };
+            new += self.set(segment.run, holder, mask, moved);
             before = pack(segment.run, segment.slot + segment.blocks - 1);
             at += segment.blocks;
         }
@@ -432,6 +542,17 @@ impl Tree {
 
     /// Neither of the two holders holds the blocks; returns how many were held by either.
     pub fn drop(&mut self, holders: [Holder; 2], hashes: &[u64]) -> u64 {
+        self.drop_telling(holders, &[], hashes, &mut Vec::new())
+    }
+
+    /// `drop`; `lost` hears when the blocks were last used that none of `others` holds, once for each run.
+    pub fn drop_telling(
+        &mut self,
+        holders: [Holder; 2],
+        others: &[Holder],
+        hashes: &[u64],
+        lost: &mut Vec<Stamp>,
+    ) -> u64 {
         let mut dropped = 0;
         let mut at = 0;
         let mut before = NOWHERE;
@@ -443,7 +564,7 @@ impl Tree {
                 continue;
             };
             if segment.run != run {
-                dropped += self.drop_slots(holders, run, mask);
+                dropped += self.drop_slots(holders, others, run, mask, lost);
                 (run, mask) = (segment.run, 0);
             }
             at += segment.blocks;
@@ -462,17 +583,33 @@ impl Tree {
             }
             mask |= bits::mask(segment.slot as u64, (segment.slot + segment.blocks) as u64);
         }
-        dropped + self.drop_slots(holders, run, mask)
+        dropped + self.drop_slots(holders, others, run, mask, lost)
     }
 
-    fn drop_slots(&mut self, holders: [Holder; 2], run: u32, mask: u64) -> u64 {
+    fn drop_slots(
+        &mut self,
+        holders: [Holder; 2],
+        others: &[Holder],
+        run: u32,
+        mask: u64,
+        lost: &mut Vec<Stamp>,
+    ) -> u64 {
         if mask == 0 {
             return 0;
         }
-        let mut gone = 0;
+        let (mut gone, mut used) = (0, UNKNOWN);
         for holder in holders {
             if self.holders[holder as usize].live > 0 {
-                gone |= self.unset(run, holder, mask);
+                let (slots, last) = self.unset(run, holder, mask);
+                gone |= slots;
+                used = used.max(last);
+            }
+        }
+        if used != UNKNOWN {
+            let run = &self.runs[run as usize];
+            let kept = others.iter().filter_map(|other| run.position(*other));
+            if gone & !kept.fold(0, |kept, at| kept | run.mask(at)) != 0 {
+                lost.push(used);
             }
         }
         self.sweep(run, gone);
@@ -483,7 +620,7 @@ impl Tree {
     pub fn clear(&mut self, holder: Holder) -> u64 {
         let held = self.holders[holder as usize].blocks;
         for run in std::mem::take(&mut self.holders[holder as usize].runs) {
-            let gone = self.unset(run, holder, u64::MAX);
+            let (gone, _) = self.unset(run, holder, u64::MAX);
             self.sweep(run, gone);
         }
         held
@@ -532,6 +669,12 @@ impl Tree {
                 at += 1;
                 continue;
             };
+            let place = pack(segment.run, segment.slot);
+            found.stretches.push(Stretch {
+                first: at as u32,
+                blocks: segment.blocks as u32,
+                place,
+            });
             let run = &mut self.runs[segment.run as usize];
             run.touched = self.clock;
             if run.masks.is_empty() {
@@ -577,7 +720,7 @@ impl Tree {
             }
             let mut gone = 0;
             while let Some(&holder) = self.runs[run as usize].holders.last() {
-                gone |= self.unset(run, holder, u64::MAX);
+                gone |= self.unset(run, holder, u64::MAX).0;
                 losers.push(holder);
             }
             self.sweep(run, gone);
@@ -723,10 +866,10 @@ impl Tree {
         self.runs() >= MAX_RUNS
     }
 
-    fn set(&mut self, run: u32, holder: Holder, mask: u64) -> u64 {
+    fn set(&mut self, run: u32, holder: Holder, mask: u64, moved: (u64, Stamp)) -> u64 {
         let slots = &mut self.runs[run as usize];
         let before = slots.bytes();
-        let (new, joined) = slots.set(holder, mask);
+        let (new, joined) = slots.set(holder, mask, moved, self.now);
         self.run_bytes = self.run_bytes + slots.bytes() - before;
         if joined {
             self.list(run, holder);
@@ -751,12 +894,13 @@ impl Tree {
         }
     }
 
-    /// Returns the bits that were set.
-    fn unset(&mut self, run: u32, holder: Holder, mask: u64) -> u64 {
+    /// Returns the bits that were set, and when they were last used if there were any.
+    fn unset(&mut self, run: u32, holder: Holder, mask: u64) -> (u64, Stamp) {
         let slots = &mut self.runs[run as usize];
         let Some(at) = slots.position(holder) else {
-            return 0;
+            return (0, UNKNOWN);
         };
+        let used = slots.used[at];
         let before = slots.bytes();
         let (gone, left) = slots.unset(at, mask);
         self.run_bytes = self.run_bytes + slots.bytes() - before;
@@ -765,7 +909,10 @@ impl Tree {
         holdings.blocks -= count;
         holdings.live -= usize::from(left);
         self.entries -= count;
-        gone
+        match gone {
+            0 => (0, UNKNOWN),
+            _ => (gone, used),
+        }
     }
 
     /// Frees the slots of `gone` that nobody holds now.

@@ -338,6 +338,7 @@ impl Watched {
                     masked: *masked,
                     untold: false,
                     whole: *whole,
+                    computed: false,
                     places_only: *places_only,
                 });
             }
@@ -371,6 +372,7 @@ impl Watched {
                     masked: *masked,
                     untold: false,
                     whole: false,
+                    computed: false,
                     places_only: false,
                 });
             }

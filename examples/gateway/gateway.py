@@ -2,7 +2,8 @@
 
     python gateway.py --model qwen3-8b --scheduler 127.0.0.1:7070 --tokenizer http://127.0.0.1:8000
 
-Bodies go to the engine as they came, but for one addition: a stream ends with its usage.
+Bodies go to the engine as they came, but for two additions: a stream ends with its usage, and some engines are told in
+the body which of their ranks is meant.
 """
 
 from __future__ import annotations
@@ -46,12 +47,21 @@ class Gateway:
     """The front of one model."""
 
     def __init__(
-        self, client: fleet.AsyncClient, http: aiohttp.ClientSession, tokenizer: str
+        self,
+        client: fleet.AsyncClient,
+        http: aiohttp.ClientSession,
+        tokenizer: str,
+        *,
+        pin: bool = False,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        """`tokenizer`: base address of what serves vLLM's `/tokenize`, such as any engine of the model."""
+        """`tokenizer`: base address of what serves vLLM's `/tokenize`, such as any engine of the model. `pin`: sessions
+        stay where they are. `labels`: of the replicas that may be used."""
         self._client = client
         self._http = http
         self._tokenizer = tokenizer
+        self._pin = pin
+        self._labels = labels or {}
 
     def app(self) -> web.Application:
         """Its routes."""
@@ -75,19 +85,17 @@ class Gateway:
         self, request: web.Request, body: dict[str, Any], tokens: list[int]
     ) -> web.StreamResponse:
         options = self._options(request, body)
-        options["exclude"] = failed = list[fleet.Target]()
-        while True:
-            # Only EngineFailed is held against the engine. Whatever else ends the block, a user who has
-            # gone for example, is reported as an abort.
-            try:
-                async with self._client.request(tokens, failures=EngineFailed, **options) as routed:
+        # Only EngineFailed is held against the engine. Whatever else ends the block, a user who has gone for example,
+        # is reported as an abort.
+        async with self._client.request(tokens, failures=EngineFailed, **options) as routed:
+            while True:
+                try:
                     return await self._send(request, body, routed)
-            except BrokeOff:
-                raise
-            except EngineFailed:
-                failed.append(routed.target)
-                if len(failed) == TRIES:
+                except BrokeOff:
                     raise
+                except EngineFailed:
+                    if not routed.fall_back():
+                        raise
 
     def _options(self, request: web.Request, body: dict[str, Any]) -> fleet.RouteOptions:
         """What the fleet should know of a request beside its tokens."""
@@ -96,6 +104,10 @@ class Gateway:
             cache_salt=body.get("cache_salt") or "",
             prompt_logprobs=body.get("prompt_logprobs") is not None,
             expected_output_tokens=body.get("max_completion_tokens") or body.get("max_tokens") or 0,
+            max_fallbacks=TRIES - 1,
+            pin_session=self._pin and "X-Session-Id" in request.headers,
+            priority=int(request.headers.get("X-Priority", "0")),
+            labels=self._labels,
         )
         if body.get("model", self._client.model) != self._client.model:
             options["adapter"] = body["model"]
@@ -121,9 +133,9 @@ class Gateway:
     ) -> web.StreamResponse:
         """The engine's answer. Raises EngineFailed."""
         told = body.get("stream_options") or {}
-        sent = body
+        sent = {**body, **routed.body}
         if body.get("stream"):
-            sent = {**body, "stream_options": {**told, "include_usage": True}}
+            sent["stream_options"] = {**told, "include_usage": True}
         url = f"http://{routed.endpoint}{request.path}"
         headers = {**routed.headers, "X-Request-Id": routed.request_id}
         async with await self._post(url, sent, headers) as answer:
@@ -218,9 +230,18 @@ async def app(options: argparse.Namespace) -> web.Application:
         await http.close()
         await client.close()
 
-    served = Gateway(client, http, options.tokenizer).app()
+    gateway = Gateway(client, http, options.tokenizer, pin=options.pin, labels=dict(options.label))
+    served = gateway.app()
     served.on_cleanup.append(close)
     return served
+
+
+def label(text: str) -> tuple[str, str]:
+    """Of the form KEY=VALUE. Raises ValueError."""
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise ValueError(text)
+    return key, value
 
 
 def main() -> None:
@@ -232,6 +253,14 @@ def main() -> None:
     options.add_argument("--ca-file", help="who signs the scheduler's certificate")
     options.add_argument("--token-file", help="the token to show it")
     options.add_argument("--server-name", default="", help="the name in its certificate")
+    options.add_argument("--pin", action="store_true", help="sessions stay where they are")
+    options.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        type=label,
+        help="KEY=VALUE that replicas must have; again for each further one",
+    )
     options.add_argument("--host", default="127.0.0.1")
     options.add_argument("--port", type=int, default=8080)
     given = options.parse_args()

@@ -1,12 +1,14 @@
 """Asks the schedulers of every fleet, again and again, apart from the reconciles: one that is slow to answer delays nobody.
+On the way each is told which engine pods drain.
 
 What was answered is kept here; a reconcile is asked for only when an answer differs from the one before.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import names
@@ -17,6 +19,8 @@ from .queue import QueueSettings, WorkQueue
 from .reports import Answers, Caller, Tokens, ask, is_ready
 from .spec import BadSpec, Fleet
 from .store import Body, Key, Store
+
+log = logging.getLogger(__name__)
 
 ASK_S = 15.0
 """Between two questions: a status with figures is not written more often."""
@@ -59,16 +63,22 @@ class Asking:
         self._queue: WorkQueue[Key] = WorkQueue(self._one, SETTINGS, rng)
         self._answers: dict[Key, Answers] = {}
         self._asked: dict[Key, _Asked] = {}
+        self._draining: dict[Key, Mapping[str, bool]] = {}
 
     async def run(self) -> None:
         """Asks for ever."""
         await self._queue.run()
 
-    def answers(self, key: Key, pods: Sequence[Body]) -> Answers | None:
+    def answers(
+        self, key: Key, pods: Sequence[Body], draining: Mapping[str, bool]
+    ) -> Answers | None:
         """The last answers of the fleet's schedulers; None: none is ready, or none was asked yet.
 
         pods: the scheduler's. Those that became ready since are asked at once.
+        draining: the engines' pods, as EnginePods has them; schedulers are told of a change at once.
         """
+        before = _draining(self._draining.get(key, {}))
+        self._draining[key] = draining
         ready = frozenset(pod["metadata"]["uid"] for pod in pods if is_ready(pod))
         if not ready:
             self._answers.pop(key, None)
@@ -79,11 +89,15 @@ class Asking:
         if asked is None or asked.pods != ready:
             self._asked[key] = _Asked(ready, self._clock())
             self._queue.add(key)
+        elif before != _draining(draining):
+            self._queue.add(key)
         return self._answers.get(key)
 
     def keep_only(self, keys: Container[Key]) -> None:
         """Forgets other fleets than these."""
-        for key in [key for key in {*self._asked, *self._answers} if key not in keys]:
+        known = {*self._asked, *self._answers, *self._draining}
+        for key in [key for key in known if key not in keys]:
+            self._draining.pop(key, None)
             self._asked.pop(key, None)
             self._answers.pop(key, None)
             self._queue.forget(key)
@@ -103,7 +117,8 @@ class Asking:
         if isinstance(caller, str):
             answers = Answers((), (caller,))
         else:
-            answers = await ask(self._store.scheduler_pods(key), caller)
+            pods = self._store.scheduler_pods(key)
+            answers = await ask(pods, caller, self._draining.get(key, {}))
         if any("UNAUTHENTICATED" in line for line in answers.unanswered):
             self._tokens.forget(names.audience(fleet.name, fleet.namespace))
         self._metrics.scheduler_reports.labels("answered").inc(len(answers.reports))
@@ -114,7 +129,13 @@ class Asking:
         fresh = self._clock() - asked.since < GRACE_S
         if fresh and not answers.reports and key not in self._answers:
             return AGAIN_S
-        if self._answers.get(key) != answers:
+        before = self._answers.get(key)
+        if answers.untold and (before is None or before.untold != answers.untold):
+            log.warning(
+                "schedulers not told who drains",
+                extra={"fleet": key.name, "namespace": key.namespace, "error": answers.untold[0]},
+            )
+        if before != answers:
             self._answers[key] = answers
             self._on_news(key)
         return AGAIN_S if fresh and answers.unanswered else ASK_S
@@ -133,3 +154,7 @@ class Asking:
                 raise  # what was answered before stands
             return str(error)
         return Caller(certificates.ca_bundle, server_name, token)
+
+
+def _draining(pods: Mapping[str, bool]) -> set[str]:
+    return {uid for uid, drains in pods.items() if drains}

@@ -11,7 +11,7 @@ from typing import Any
 from . import names
 from .images import scheduler_image
 from .settings import OperatorSettings
-from .spec import Access, Clients, Fleet, Scheduler, Toleration
+from .spec import Access, AdmissionTarget, Clients, Fleet, Scheduler, Toleration
 
 CONFIG_ANNOTATION = f"{names.GROUP}/config"
 """On the pods: fingerprint of the configuration that they read at their start only."""
@@ -139,6 +139,7 @@ def _arguments(fleet: Fleet) -> list[str]:
         f"--block-tokens={fleet.block_tokens}",
         f"--policy={scheduler.policy}",
         f"--max-prompt-tokens={scheduler.admission.max_prompt_tokens}",
+        *(f"--target={_target(target)}" for target in scheduler.admission.targets),
         f"--window-s={scheduler.window.seconds:g}",
         f"--min-pairs={scheduler.min_pairs}",
         f"--pools-file={CONFIG_PATH}/{POOLS_FILE}",
@@ -160,6 +161,11 @@ def _arguments(fleet: Fleet) -> list[str]:
         f"--audience={names.audience(fleet.name, fleet.namespace)}",
         f"--client-auth={_client_auth(fleet.access)}",
     ]
+
+
+def _target(target: AdmissionTarget) -> str:
+    said = f"{target.priority}={target.time_to_first_token.seconds:.3f}"
+    return said if target.queue is None else f"{said}/{target.queue.seconds:.3f}"
 
 
 def _client_auth(access: Access) -> str:

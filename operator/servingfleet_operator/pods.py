@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import engines, exposure, injection
+from . import engines, exposure, injection, names
 from .engines import EngineFacts
 from .observed import Pod
 from .settings import OperatorSettings
@@ -28,6 +28,8 @@ class EnginePods:
     pods: Sequence[Pod]
     policies: Sequence[Mapping[str, Any]]
     """NetworkPolicies that close event ports, ready to apply."""
+    draining: Mapping[str, bool] = field(default_factory=dict)
+    """Of each pod that there is, by uid, also of those that are being deleted: whether nothing new should go there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,12 @@ class Observer:
                 )
                 is not None
             ],
+            {
+                uid: drains(each.body)
+                for uid, each in now.pods.items()
+                if each.reading is not None
+                or (is_deleted(each.body) and injection.pool_of(each.body, fleet) is not None)
+            },
         )
 
     def keep_only(self, uids: Container[str]) -> None:
@@ -127,7 +135,7 @@ class Observer:
         others: Sequence[Fleet],
         before: _Look | None,
     ) -> _Look:
-        if "deletionTimestamp" in pod["metadata"] or pod["status"].get("phase") in ENDED:
+        if is_deleted(pod) or pod["status"].get("phase") in ENDED:
             return _Look(pod)
         pool = injection.pool_of(pod, fleet)
         if pool is None:
@@ -171,6 +179,20 @@ class Observer:
             injection.state(pod, fleet, pool, self.settings, kubernetes=self.kubernetes),
             engines.findings(facts, fleet),
         )
+
+
+def is_deleted(pod: Body) -> bool:
+    """It has been told to end, and may run for its grace period still."""
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def drains(pod: Body) -> bool:
+    """Nothing new should go there: it is being deleted, or somebody has said so.
+
+    A cordoned node says nothing of the pods that run on it: who drains the node deletes them.
+    """
+    annotations = pod["metadata"].get("annotations") or {}
+    return is_deleted(pod) or annotations.get(names.DRAIN_ANNOTATION) == "true"
 
 
 def is_ready(pod: Body) -> bool:

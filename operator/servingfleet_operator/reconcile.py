@@ -192,7 +192,7 @@ class Reconciler:
         upgrading = await self._upgrade(fleet, memory, troubles)
         self._share(key, fleet, memory)
         pods = self._store.scheduler_pods(key)
-        answers = self._asking.answers(key, pods)
+        answers = self._asking.answers(key, pods, engines.draining)
         wait_s = await self._statuses.write(
             Observed(
                 fleet=fleet,

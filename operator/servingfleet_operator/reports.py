@@ -1,7 +1,8 @@
-"""What the scheduler pods say about reuse and about their relays' streams, asked over gRPC as any client would.
+"""What the scheduler pods say about reuse and about their relays' streams, asked over gRPC as any client would; and what
+they are told of engine pods that drain.
 
 Every pod is asked by its own address: each has its own streams, and the fleet's figures are sums over all. What can't be
-asked is reported, never raised.
+asked or told is reported, never raised.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -19,6 +20,9 @@ from servingfleet_protos.v1 import fleet_pb2, fleet_pb2_grpc
 from . import names
 from .cluster import Cluster
 from .observed import SchedulerReport
+
+if TYPE_CHECKING:  # this name exists for type checkers only
+    from servingfleet_protos.v1.fleet_pb2_grpc import FleetAsyncStub
 
 DEADLINE_S = 3.0
 """For one pod, both questions together. They read counters."""
@@ -35,6 +39,8 @@ class Answers:
     reports: tuple[SchedulerReport, ...]
     unanswered: tuple[str, ...]
     """One line for each pod that did not answer: its name, and why."""
+    untold: tuple[str, ...] = ()
+    """One line for each pod that could not be told who drains: its name, and why."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +90,20 @@ class Tokens:
         self._tokens.pop(audience, None)
 
 
-async def ask(pods: Sequence[Mapping[str, Any]], caller: Caller) -> Answers:
-    """Asks every ready scheduler pod; the others are not expected to answer."""
+async def ask(
+    pods: Sequence[Mapping[str, Any]], caller: Caller, draining: Mapping[str, bool]
+) -> Answers:
+    """Asks every ready scheduler pod; the others are not expected to answer.
+
+    Tells each which replicas drain, where it does not know yet. `draining`: as `EnginePods` has it. A replica without
+    a pod is left as it is: one that drained until its end must not come back, and others are not ours.
+    """
     ready = [pod for pod in pods if is_ready(pod)]
-    answers = await asyncio.gather(*(_ask_one(pod, caller) for pod in ready))
+    answers = await asyncio.gather(*(_ask_one(pod, caller, draining) for pod in ready))
     return Answers(
-        tuple(answer for answer in answers if isinstance(answer, SchedulerReport)),
-        tuple(answer for answer in answers if isinstance(answer, str)),
+        tuple(report for report, _, _ in answers if report is not None),
+        tuple(unanswered for _, unanswered, _ in answers if unanswered),
+        tuple(untold for _, _, untold in answers if untold),
     )
 
 
@@ -104,7 +117,10 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
     return ready and bool(status.get("podIP")) and "deletionTimestamp" not in pod["metadata"]
 
 
-async def _ask_one(pod: Mapping[str, Any], caller: Caller) -> SchedulerReport | str:
+async def _ask_one(
+    pod: Mapping[str, Any], caller: Caller, draining: Mapping[str, bool]
+) -> tuple[SchedulerReport | None, str, str]:
+    """Its report, or why there is none; and why it could not be told who drains."""
     name = pod["metadata"]["name"]
     address = pod["status"]["podIP"]
     target = f"{f'[{address}]' if ':' in address else address}:{names.GRPC_PORT}"
@@ -116,11 +132,35 @@ async def _ask_one(pod: Mapping[str, Any], caller: Caller) -> SchedulerReport | 
                 stub.ListReplicas(fleet_pb2.ListReplicasRequest(), metadata=metadata),
                 stub.GetReuse(fleet_pb2.GetReuseRequest(), metadata=metadata),
             )
+            untold = await _tell(stub, replicas, draining, metadata)
     except TimeoutError:
-        return f"{name}: no answer from {target} in {DEADLINE_S:g} s"
+        return None, f"{name}: no answer from {target} in {DEADLINE_S:g} s", ""
     except grpc.aio.AioRpcError as error:
-        return f"{name}: {error.code().name} from {target}: {error.details()}"
-    return SchedulerReport(name, replicas, reuse)
+        return None, f"{name}: {error.code().name} from {target}: {error.details()}", ""
+    return SchedulerReport(name, replicas, reuse), "", f"{name}: {untold}" if untold else ""
+
+
+async def _tell(
+    stub: FleetAsyncStub,
+    known: fleet_pb2.ListReplicasResponse,
+    draining: Mapping[str, bool],
+    metadata: tuple[tuple[str, str], ...],
+) -> str:
+    """Tells a scheduler what it does not know yet of who drains. Returns why it could not be told; empty: it was."""
+    news = [
+        fleet_pb2.SetDrainingRequest(
+            replica=each.replica, draining=draining[each.replica], by=names.DRAINER
+        )
+        for each in known.replicas
+        if draining.get(each.replica) not in (None, names.DRAINER in each.draining_by)
+    ]
+    try:
+        await asyncio.gather(*(stub.SetDraining(each, metadata=metadata) for each in news))
+    except grpc.aio.AioRpcError as error:
+        # A replica that it has forgotten since: next time it is not in the list.
+        if error.code() != grpc.StatusCode.NOT_FOUND:
+            return f"{error.code().name}: {error.details()}"
+    return ""
 
 
 def _channel(target: str, caller: Caller) -> grpc.aio.Channel:

@@ -88,12 +88,15 @@ def container(
 
 def _arguments(fleet: Fleet, pool: Pool, facts: EngineFacts) -> list[str]:
     worker_mib = int(fleet.relay.resources.memory.number) // _MIB - SUPERVISOR_MIB
+    # Pulled events don't tell it; published ones are believed more than a command line.
+    block_tokens = facts.block_tokens if facts.pull else pool.engine_block_tokens
     arguments = ["--supervise"]
     if worker_mib >= LEAST_WORKER_MIB:
         arguments.append(f"--worker-memory-mib={worker_mib}")
     arguments += [
         f"--model={fleet.model.name}",
         f"--engine={_ENGINES[facts.kind]}",
+        *(["--pull"] if facts.pull else []),
         *(f"--engine-events={address}" for address in facts.events),
         *(f"--engine-replay={address}" for address in facts.replay),
         *(["--engine-bind"] if facts.bind else []),
@@ -104,11 +107,7 @@ def _arguments(fleet: Fleet, pool: Pool, facts: EngineFacts) -> list[str]:
         f"--engine-http={facts.http}",
         f"--endpoint=$(POD_IP):{facts.http_port}",
         f"--block-tokens={fleet.block_tokens}",
-        *(
-            [f"--engine-block-tokens={pool.engine_block_tokens}"]
-            if pool.engine_block_tokens
-            else []
-        ),
+        *([f"--engine-block-tokens={block_tokens}"] if block_tokens else []),
         *([f"--host-unit-tokens={pool.host_unit_tokens}"] if pool.host_unit_tokens else []),
         *(f"--layer-group={group}" for group in pool.layer_groups),
         f"--label=pool={pool.name}",

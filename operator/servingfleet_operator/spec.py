@@ -40,6 +40,7 @@ class EventsFrom(StrEnum):
     AUTO = "auto"
     ENGINE_BINDS = "engineBinds"
     RELAY_BINDS = "relayBinds"
+    RELAY_PULLS = "relayPulls"
 
 
 class Tier(StrEnum):
@@ -52,6 +53,8 @@ class Policy(StrEnum):
     COST = "cost"
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
+    PREFIX_OVERLAP = "prefix-overlap"
+    APPROXIMATE = "approximate"
 
 
 class Transport(StrEnum):
@@ -216,8 +219,15 @@ class Resources(_Part, frozen=True):
     limits: Limits = Limits()
 
 
+class AdmissionTarget(_Part, frozen=True):
+    priority: Annotated[int, Meta(ge=-1_000_000_000, le=1_000_000_000)]
+    time_to_first_token: Duration
+    queue: Duration | None = None
+
+
 class Admission(_Part, frozen=True):
     max_prompt_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 1_048_576
+    targets: Annotated[tuple[AdmissionTarget, ...], Meta(max_length=16)] = ()
 
 
 class Toleration(_Part, frozen=True):

@@ -28,9 +28,15 @@ _USAGE = frozenset(
 )
 _CACHE = "vllm:cache_config_info"
 _BLOCKS = "trtllm_kv_cache_max_blocks"
+_UNIT = "trtllm_kv_cache_tokens_per_block"
 _TOKENS = "sglang:max_total_num_tokens"
 _HYBRID = frozenset({"sglang:swa_token_usage", "sglang:mamba_usage"})
-_FINISHED = frozenset({"vllm:request_success_total", "sglang:num_requests_total"})
+_FINISHED = frozenset(
+    {
+        *("vllm:request_success_total", "sglang:num_requests_total"),
+        "trtllm_request_success_total",
+    }
+)
 _COMPUTED = {
     # Queries are all prompt tokens; hits those of the GPU, and of what a connector brought.
     "vllm:prefix_cache_queries_total": 1,
@@ -38,6 +44,8 @@ _COMPUTED = {
     "vllm:external_prefix_cache_hits_total": -1,
     "sglang:prompt_tokens_total": 1,
     "sglang:cached_tokens_total": -1,
+    "trtllm_prompt_tokens_total": 1,
+    "trtllm_prompt_cached_tokens_total": -1,
 }
 _RANK = ("engine", "dp_rank")
 """Labels that name the data-parallel rank: vLLM's and SGLang's."""
@@ -65,7 +73,7 @@ class Metrics:
     """What one scrape told."""
 
     loads: dict[int, EngineLoad] = field(default_factory=dict)
-    """By rank; `age_s` is 0."""
+    """By rank."""
     progress: dict[int, Progress] = field(default_factory=dict)
     """By rank, where the engine counts both."""
     started: float | None = None
@@ -114,6 +122,8 @@ class _Reading:
             for label, size in (("num_gpu_blocks", "gpu_blocks"), ("block_size", "block_tokens")):
                 if labels.get(label, "").isdecimal():
                     self.sizes[size] = int(labels[label])
+        elif name == _UNIT and 0 < value < 2**20:
+            self.sizes["block_tokens"] = int(value)
         elif name in (_TOKENS, _BLOCKS) and 0 < value < 2**63:
             self.sizes["gpu_tokens" if name == _TOKENS else "gpu_blocks"] = int(value)
         elif name in _HYBRID:
@@ -213,6 +223,25 @@ def model_of(models: Any) -> str | None:
     return None
 
 
+MAX_ADAPTERS = 1024
+MAX_ADAPTER_BYTES = 512
+
+
+def adapters_of(models: Any, engine: str) -> tuple[str, ...] | None:
+    """LoRA adapters that the engine has loaded, by the names that requests use, in its answer of /v1/models.
+
+    None: it does not say, or there are too many to tell. vLLM lists those that are loaded, each with its parent; so does
+    SGLang with --enable-lora. Where it lists none it may be of a release that never does.
+    """
+    rows = list(_rows(models, "data"))
+    names = [row["id"] for row in rows if row.get("parent") and isinstance(row.get("id"), str)]
+    if not rows or len(names) > MAX_ADAPTERS or not (names or engine == "vllm"):
+        return None
+    if any(len(name.encode(errors="replace")) > MAX_ADAPTER_BYTES for name in names):
+        return None
+    return tuple(sorted(set(names)))
+
+
 def loads_of(answer: Any, ranks: tuple[int, ...]) -> dict[int, EngineLoad]:
     """SGLang's answer of /v1/loads, by rank: what waits is told in tokens, too."""
     loads: dict[int, EngineLoad] = {}
@@ -226,13 +255,43 @@ def loads_of(answer: Any, ranks: tuple[int, ...]) -> dict[int, EngineLoad]:
             ("waiting_requests", "num_waiting_reqs"),
             ("waiting_tokens", "num_waiting_uncached_tokens"),
         ):
-            value = row.get(known)
-            if type(value) is int and 0 <= value < 2**32:
-                setattr(load, name, value)
+            if _is_count(row.get(known)):
+                setattr(load, name, row[known])
         usage = row.get("token_usage")
         if isinstance(usage, int | float) and 0 <= usage < math.inf:
             load.kv_usage = min(float(usage), 1.0)
     return loads
+
+
+STATISTICS_AGE_S = 2.0
+"""TensorRT-LLM answers when there has been no iteration for so long."""
+
+
+def statistics_of(answer: Any, ranks: tuple[int, ...]) -> Metrics:
+    """TensorRT-LLM's statistics of iterations, oldest first: load and sizes as the last one tells them.
+
+    One figure for several ranks is of none. Raises ScrapeFailed for what is no list of them; an empty one tells nothing.
+    """
+    if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
+        raise ScrapeFailed("statistics of iterations are no list of objects")
+    last = answer[-1] if answer else {}
+    cache = last.get("kvCacheStats")
+    cache = cache if isinstance(cache, dict) else {}
+    loads = {}
+    if len(ranks) == 1 and last:
+        load = loads[ranks[0]] = EngineLoad(rank=ranks[0], age_s=STATISTICS_AGE_S)
+        for name, known in (
+            ("running_requests", "numActiveRequests"),
+            ("waiting_requests", "numQueuedRequests"),
+        ):
+            if _is_count(last.get(known)):
+                setattr(load, name, last[known])
+        used, most = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
+        if _is_count(used) and _is_count(most) and most:
+            load.kv_usage = min(used / most, 1.0)
+    sizes = (cache.get("maxNumBlocks"), cache.get("tokensPerBlock"))
+    blocks, unit = (size if _is_count(size) and size else None for size in sizes)
+    return Metrics(loads, {}, None, blocks, None, unit, engine="trtllm")
 
 
 def cached_tokens(answer: Any) -> int | None:
@@ -241,6 +300,10 @@ def cached_tokens(answer: Any) -> int | None:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     value = details.get("cached_tokens") if isinstance(details, dict) else None
     return value if type(value) is int and value >= 0 else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
 
 
 def _rows(answer: Any, name: str) -> Iterator[dict[str, Any]]:

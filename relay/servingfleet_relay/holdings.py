@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 
 from servingfleet_core import Delta as CoreDelta
 from servingfleet_core import Mirror, Rejected
@@ -21,21 +20,13 @@ from .lanes import Lane, Lanes, Used
 from .messages import Messages
 from .namespaces import FirstBlocks
 from .settings import PipelineSettings
+from .unplaced import Unplaced
 
-MAX_UNPLACED = 1024
-UNPLACED = "no full-attention group, and no prompt that was sent here tells where a block belongs"
 SHARED = "twice: requests that are kept apart (an extra_key) share hashes, and either may be meant"
 COPY_LATE_BATCHES = 2
 
 # What the mirror's refusals say about the stream; the others cost their event only.
 _REFUSALS = {"hash_conflict": Doubt.QUARANTINED, "unit_size": Doubt.QUARANTINED}
-
-
-@dataclass(frozen=True, slots=True)
-class _Unplaced:
-    event: Stored
-    lane: Lane
-    until: float
 
 
 class Holdings:
@@ -54,9 +45,9 @@ class Holdings:
         self._units: dict[int, Used] = {}
         self._partial: Finding | None = None
         self._firsts = FirstBlocks()
-        self._dispatches = Dispatches(settings.model, settings.block_tokens)
-        self._unplaced: deque[_Unplaced] = deque()
-        """Stores that may have overtaken the word of their dispatch."""
+        self._unplaced = Unplaced(
+            Dispatches(settings.model, settings.block_tokens), settings.orphan_ttl_s
+        )
         self._keys_seen = False
         """Hashes of this stream cover more than tokens: where that isn't told, tokens place nothing."""
         self._guessed = False
@@ -180,14 +171,10 @@ class Holdings:
     def dispatched(self, credit: CreditOpened, now: float, *, whole: bool, doubtful: bool) -> None:
         """A scheduler sent a prompt here."""
         if self.lanes.placeable:
-            self._dispatches.clear()
+            self._unplaced.forget_prompts()
             return
-        self._dispatches.opened(
-            credit.decision_id, credit.hashes, credit.prompt_tokens, credit.expires_s, now
-        )
-        waiting, self._unplaced = self._unplaced, deque()
-        for each in waiting:
-            told, masked = self._dispatches.infer(each.event, each.lane.window_tokens, self.mirror)
+        for each in self._unplaced.dispatched(credit, now):
+            told, masked = self._unplaced.infer(each.event, each.lane, self.mirror)
             if told.tokens:
                 self._put(
                     *(told, each.lane, now),
@@ -197,11 +184,11 @@ class Holdings:
                     places_only=True,
                 )
             if not self._placed(each.event):
-                self._unplaced.append(each)
+                self._unplaced.again(each)
 
     def ended(self, decision: str, now: float) -> None:
         """A prompt that was sent is done with. Unknown ones are fine."""
-        self._dispatches.ended(decision, now)
+        self._unplaced.ended(decision, now)
 
     @property
     def unplaced(self) -> bool:
@@ -212,10 +199,7 @@ class Holdings:
 
     def expire(self, now: float) -> tuple[int, list[Finding]]:
         """Blocks that waited too long for their place, and what that says."""
-        self._dispatches.expire(now)
-        found = []
-        while self._unplaced and self._unplaced[0].until < now:
-            found.append(self._give_up_place())
+        found = self._unplaced.expire(now)
         expired = self.mirror.expire(now)
         if expired:
             text = f"{expired} blocks whose place was never told"
@@ -334,6 +318,7 @@ class Holdings:
                 masked=masked,
                 untold=untold,
                 whole=whole,
+                computed=event.computed,
                 places_only=places_only,
             )
         except Rejected as error:
@@ -382,23 +367,16 @@ class Holdings:
         self, event: Stored, lane: Lane, now: float, *, whole: bool, doubtful: bool
     ) -> list[Finding]:
         """A store of a window group, in a model without a full-attention group that would place its blocks."""
-        told, masked = self._dispatches.infer(event, lane.window_tokens, self.mirror)
+        told, masked = self._unplaced.infer(event, lane, self.mirror)
         if not event.hashes:
             return []
         found = self._put(told, lane, now, whole=whole, doubtful=doubtful, masked=masked)
         if not self._placed(event):
-            if len(self._unplaced) == MAX_UNPLACED:
-                found.append(self._give_up_place())
-            until = now + self._settings.orphan_ttl_s
-            self._unplaced.append(_Unplaced(event, lane, until))
+            found += self._unplaced.wait(event, lane, now)
         return found
 
     def _placed(self, event: Stored) -> bool:
         return all(self.mirror.place(key) for key in self._split(event.hashes, event.width))
-
-    def _give_up_place(self) -> Finding:
-        self._unplaced.popleft()
-        return Finding("unplaced", UNPLACED, Doubt.INCOMPLETE)
 
     def _elsewhere(self, event: Removed, lane: Lane) -> str:
         """A lane of another tier that holds one of the blocks; "" if there is none."""

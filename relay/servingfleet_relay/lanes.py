@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from servingfleet_protos.v1.common_pb2 import (
     KEY_FORM_PAIR,
     KEY_FORM_TOKEN,
-    STATE_CLASS_ATTENTION,
-    STATE_CLASS_RECURRENT,
-    STATE_CLASS_WINDOW,
     TIER_GPU,
     TIER_SHARED,
     StateClass,
@@ -24,12 +21,10 @@ from servingfleet_protos.v1.stream_pb2 import Lane as LaneMessage
 from servingfleet_protos.v1.stream_pb2 import Profile, TierRule
 
 from .adapters.events import Doubt, Dropped, EngineProfile, Group, Stored
+from .layers import Layers
 from .settings import LayerGroup
 
 MAX_LANES = 64
-CHUNKED = (
-    "layers that look back to the start of a chunk are read as if they looked back a whole one"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +78,22 @@ class Lanes:
         self._host_unit = host_unit_tokens
         self._less_units = less_units
         self._store = shared_store
-        self._classes: dict[int, tuple[int, int]] = {}
+        self._layers = Layers(profile, layer_groups)
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._gpu_blocks = 0
         self._gpu_tokens = 0
         self._key_forms: dict[int, bool] = {}
-        self.bounded = ""
-        """Why more may be reused than is held by what we know of the layers. "": it may not."""
         self._hybrid = False
         self._lookahead = False
-        self._declared: dict[int, LayerGroup] = {}
         self._adapters_proven = not profile.adapters_since
         self._separates_adapters = True
         self._separates_salts = True
-        for index, group in enumerate(layer_groups):
-            self._expect(index, group)
+        for index, group in self._layers.declared():
+            rule = self._layers.rule(index)
+            self._lanes[TIER_GPU, index] = Lane(
+                *(len(self._lanes), TIER_GPU, rule.state_class, index),
+                *(rule.window_tokens, group.unit_tokens),
+            )
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
@@ -108,7 +104,7 @@ class Lanes:
         `units`: the unit of each lane, by its number, as this life of the engine has used it.
         """
         group = event.group.index or 0
-        refusal = self._learn_class(event, group)
+        refusal = self._layers.learn(event, group)
         if refusal is not None:
             return refusal
         known = self._lanes.get((event.tier, group))
@@ -132,9 +128,9 @@ class Lanes:
         return lane
 
     def _declare(self, tier: int, group: int, unit: int, known: Lane | None) -> Lane:
-        state_class, window = self._classes[group]
+        rule = self._layers.rule(group)
         number = len(self._lanes) if known is None else known.number
-        lane = Lane(number, tier, state_class, group, window, unit)
+        lane = Lane(number, tier, rule.state_class, group, rule.window_tokens, unit)
         self._lanes[tier, group] = lane
         self.version += 1
         return lane
@@ -224,7 +220,12 @@ class Lanes:
     @property
     def placeable(self) -> bool:
         """A full-attention group names the blocks of the others: so their place is known."""
-        return any(c == STATE_CLASS_ATTENTION for c, _ in self._classes.values())
+        return self._layers.attention
+
+    @property
+    def bounded(self) -> str:
+        """Why more may be reused than is held by what we know of the layers. "": it may not."""
+        return self._layers.bounded
 
     def numbers(self, tiers: Iterable[int] | None = None) -> list[int]:
         """Lane numbers of these tiers, or of all."""
@@ -239,7 +240,7 @@ class Lanes:
 
     def message(self) -> Profile:
         """What schedulers are told."""
-        attention_only = all(c == STATE_CLASS_ATTENTION for c, _ in self._classes.values())
+        attention_only = self._layers.attention_only
         return Profile(
             lanes=[
                 LaneMessage(
@@ -270,12 +271,17 @@ class Lanes:
                     ),
                     less_units=self._less(tier),
                     extends=True,
+                    overlap=traits.overlap,  # type: ignore[arg-type]
+                    overlap_share=traits.overlap_share,
+                    always_loads=traits.always_loads,
                 )
                 for tier, traits in self.engine.tiers.items()
             ],
             key_form=KEY_FORM_PAIR if self._pairs else KEY_FORM_TOKEN,
             adapters_separated=self._separates_adapters and self._adapters_proven,
             salts_separated=self._separates_salts,
+            rank_fields=self.engine.rank_fields,
+            mixed_steps=self.engine.mixed_steps,
         )
 
     def _less(self, tier: int) -> int:
@@ -285,54 +291,6 @@ class Lanes:
     def _upper_in_predicted(self, tier: int) -> bool:
         ahead = self._lookahead and tier == TIER_GPU
         return (self.engine.tiers[tier].upper_in_predicted or ahead) and not self._hybrid
-
-    def _expect(self, index: int, group: LayerGroup) -> None:
-        """Declares a group that the engine is known to have. Events that say otherwise are held against the stream."""
-        learned = self._class_of(group.kind, group.window_tokens)
-        if learned is not None:
-            self._classes[index] = learned
-            self._declared[index] = group
-            lane = Lane(
-                len(self._lanes), TIER_GPU, learned[0], index, learned[1], group.unit_tokens
-            )
-            self._lanes[TIER_GPU, index] = lane
-
-    def _class_of(self, kind: str | None, window: int) -> tuple[int, int] | None:
-        if kind in self.engine.attention_kinds:
-            return STATE_CLASS_ATTENTION, 0
-        if kind in (*self.engine.window_kinds, *self.engine.chunked_kinds) and window:
-            return STATE_CLASS_WINDOW, window
-        if kind in self.engine.recurrent_kinds:
-            return STATE_CLASS_RECURRENT, 0
-        return None
-
-    def _learn_class(self, event: Stored, group: int) -> Dropped | None:
-        kind, window = event.group.kind, event.group.window_tokens
-        known = self._classes.get(group)
-        if kind in self.engine.chunked_kinds and group in self._declared:
-            window = self._declared[group].window_tokens
-            self.bounded = CHUNKED
-        if kind is None:
-            if known is not None:
-                return None
-            if not event.unit_tokens:
-                return Dropped(
-                    *("group_unknown", f"placeholder of group_idx {group}", Doubt.INCOMPLETE),
-                    _scope(event.tier),
-                )
-            if group:
-                # Releases 0.20 and 0.21 number the groups and do not say what they are.
-                detail = f"group_idx {group} without a kv_cache_spec_kind"
-                return Dropped("group_unsupported", detail, Doubt.UNTRUSTED)
-        learned = self._class_of(kind, window)
-        seen = f"group_idx {group}: kv_cache_spec_kind {kind!a:.40}, kv_cache_spec_sliding_window {window}"
-        if learned is None:
-            return Dropped("group_unsupported", seen, Doubt.UNTRUSTED)
-        if known is not None and known != learned:
-            was = StateClass.Name(known[0]).removeprefix("STATE_CLASS_").lower()  # type: ignore[arg-type]
-            return Dropped("group_changed", f"{seen}; so far {was}, {known[1]}", Doubt.QUARANTINED)
-        self._classes[group] = learned
-        return None
 
     def _other_unit(self, event: Stored, where: str, expected: int) -> Dropped:
         unit = self._stated_unit(event)
@@ -357,8 +315,7 @@ class Lanes:
                 _scope(event.tier),
             )
         if event.tier == TIER_GPU:
-            declared = self._declared.get(group)
-            told = declared.unit_tokens if declared else self._configured_unit
+            told = self._layers.unit_tokens(group) or self._configured_unit
             if told not in (0, event.unit_tokens):
                 return self._other_unit(event, f"group_idx {group}", told)
         unit = self._stated_unit(event)

@@ -6,7 +6,9 @@ Edge. Whatever fails is counted and tried again: a replica without load figures 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +22,16 @@ from .answers import (
     Identity,
     Metrics,
     ScrapeFailed,
+    adapters_of,
     cached_tokens,
     identity_of,
     loads_of,
     model_of,
     parse_metrics,
+    statistics_of,
 )
-from .conformance.canary import Canary, prompt_of
 from .pipeline import Pipeline
-from .settings import RelaySettings
+from .settings import PipelineSettings, RelaySettings
 
 __all__ = [
     "EngineHttp",
@@ -47,8 +50,11 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """A vLLM with many ranks and adapters writes some hundred KiB."""
-METRICS_PATHS = ("/metrics", "/prometheus/metrics")
-"""TensorRT-LLM's /metrics is no text, and reading it drains it."""
+STATISTICS_PATH = "/metrics"
+"""TensorRT-LLM's is no text but JSON of its iterations, and reading it drains it."""
+METRICS_PATHS = (STATISTICS_PATH, "/prometheus/metrics")
+ADAPTERS_S = 5.0
+"""Between two looks at the adapters: loading one takes seconds."""
 CANARY_S = 120.0
 """One prompt of three blocks, on an engine that may be full."""
 CANARY_EVENTS_S = 10.0
@@ -63,6 +69,7 @@ class EngineHttp:
             base_url=base, timeout=settings.scrape_deadline_s, trust_env=False
         )
         self._deadline_s = settings.scrape_deadline_s
+        self._settings = settings
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -73,6 +80,11 @@ class EngineHttp:
         path = METRICS_PATHS[engine == "trtllm"]
         return parse_metrics((await self._get(path)).decode(errors="replace"), ranks)
 
+    async def statistics(self, ranks: tuple[int, ...]) -> Metrics:
+        """TensorRT-LLM's load where it has no metrics as text. Takes the statistics away from whoever else reads them."""
+        answer = await self._json(STATISTICS_PATH, deadline_s=self._settings.pull_deadline_s)
+        return statistics_of(answer, ranks)
+
     async def loads(self, ranks: tuple[int, ...]) -> list[EngineLoad]:
         """SGLang's load, by rank, also where it has no metrics."""
         return list(loads_of(await self._json("/v1/loads"), ranks).values())
@@ -82,11 +94,11 @@ class EngineHttp:
         info = await self._answer("/server_info") or await self._answer("/get_server_info")
         version = await self._answer("/version")
         models = await self._answer("/v1/models")
-        try:
-            metrics = await self.metrics(ranks)
-        except ScrapeFailed:
-            metrics = None
-        identity = identity_of(info, version, metrics, models)
+        identity = identity_of(info, version, None, models)
+        if identity is None:
+            # Last: TensorRT-LLM has been told by then, and reading its statistics takes them away.
+            with contextlib.suppress(ScrapeFailed):
+                identity = identity_of(info, version, await self.metrics(ranks), models)
         if identity is None:
             raise ScrapeFailed(
                 "its answers to /server_info, /version, /v1/models and /metrics are of no engine that we know"
@@ -99,6 +111,10 @@ class EngineHttp:
             return await self._json(path)
         except ScrapeFailed:
             return None
+
+    async def adapters(self, engine: str) -> tuple[str, ...] | None:
+        """The LoRA adapters that it has loaded; None: it does not say."""
+        return adapters_of(await self._answer("/v1/models"), engine)
 
     async def model(self) -> str:
         """The model that it serves."""
@@ -120,7 +136,13 @@ class EngineHttp:
 
     async def drain(self, path: str) -> Any:
         """What a POST without a body answers: reading takes it away."""
-        return await self._json(path, "POST")
+        settings = self._settings
+        return await self._json(
+            path,
+            "POST",
+            deadline_s=settings.pull_deadline_s,
+            max_bytes=settings.max_pull_bytes,
+        )
 
     async def _json(self, path: str, method: str = "GET", **request: Any) -> Any:
         try:
@@ -129,7 +151,13 @@ class EngineHttp:
             raise ScrapeFailed(f"{path} is no JSON: {error}"[:200]) from error
 
     async def _get(
-        self, path: str, method: str = "GET", *, deadline_s: float = 0.0, **request: Any
+        self,
+        path: str,
+        method: str = "GET",
+        *,
+        deadline_s: float = 0.0,
+        max_bytes: int = MAX_BODY_BYTES,
+        **request: Any,
     ) -> bytes:
         body = bytearray()
         deadline_s = deadline_s or self._deadline_s
@@ -142,8 +170,8 @@ class EngineHttp:
                     raise ScrapeFailed(f"{path} answers {response.status_code}; expected 200")
                 async for chunk in response.aiter_bytes():
                     body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise ScrapeFailed(f"{path} is longer than {MAX_BODY_BYTES} bytes")
+                    if len(body) > max_bytes:
+                        raise ScrapeFailed(f"{path} is longer than {max_bytes} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise ScrapeFailed(f"{path}: {type(error).__name__} {error}"[:200]) from error
         return bytes(body)
@@ -178,15 +206,19 @@ async def watch_engine(
     working = True
     canary: asyncio.Task[None] | None = None
     proven: Identity | None = None
+    adapters_at = -math.inf
     ranks = pipeline.settings.ranks
     async with asyncio.TaskGroup() as tasks:
         while True:
             try:
                 identity = identity or await _identify(engine, pipeline, clock)
+                if clock() - adapters_at >= ADAPTERS_S:
+                    adapters_at = clock()
+                    pipeline.engine_adapters(await engine.adapters(identity.engine))
                 if identity.engine == "sglang":
                     for load in await _optional_loads(engine, ranks):
                         pipeline.load(load, clock())
-                metrics = await engine.metrics(ranks, identity.engine)
+                metrics = await _metrics(engine, identity, pipeline.settings)
                 if metrics.started is not None and metrics.started != started:
                     started = metrics.started
                     pipeline.engine_started(started - wall_clock() + clock(), clock())
@@ -216,6 +248,16 @@ def _tell(pipeline: Pipeline, metrics: Metrics, now: float) -> None:
         pipeline.load(load, now)
     for rank, progress in metrics.progress.items():
         pipeline.engine_progress(rank, progress.finished, progress.computed, now)
+
+
+async def _metrics(engine: EngineHttp, identity: Identity, settings: PipelineSettings) -> Metrics:
+    try:
+        return await engine.metrics(settings.ranks, identity.engine)
+    except ScrapeFailed:
+        # A relay that pulls is the engine's one reader anyway. Without return_perf_metrics it has nothing else.
+        if identity.engine != "trtllm" or not settings.pull:
+            raise
+        return await engine.statistics(settings.ranks)
 
 
 async def _optional_loads(engine: EngineHttp, ranks: tuple[int, ...]) -> list[EngineLoad]:
@@ -249,7 +291,7 @@ async def send_canary(engine: EngineHttp, pipeline: Pipeline, rng: random.Random
     for rank in settings.ranks:
         fields = {"replica": settings.replica, "rank": rank}
         try:
-            canary = Canary(prompt_of(pipeline.unit_tokens, rng), pipeline.unit_tokens)
+            canary = pipeline.new_canary(rng)
         except ValueError as error:
             log.warning("no canary", extra={**fields, "error": str(error)})
             return

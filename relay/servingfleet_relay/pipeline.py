@@ -6,7 +6,7 @@ Pure: whoever owns the sockets calls in, with the time, and takes what there is 
 
 from __future__ import annotations
 
-import json
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,17 @@ from servingfleet_protos.v1.stream_pb2 import (
     Delta,
     EngineLoad,
     Hello,
-    Profile,
     RankState,
     RelayCounters,
     RelayMessage,
     SchedulerMessage,
 )
 
-from .adapters import registry
-from .adapters.events import Adapter, Doubt
-from .adapters.trtllm_pulled import place_of
-from .conformance.canary import Canary
+from .adapters.events import Doubt
+from .adapters.trtllm_pulled import message_of
+from .conformance.canary import Canary, prompt_of
 from .conformance.standing import Finding
-from .lanes import Lanes
+from .engine import Engine
 from .outbox import Body, Limits, Outbox, Phase
 from .rank import Rank
 from .settings import PipelineSettings
@@ -37,7 +35,6 @@ __all__ = ["Pipeline", "RankStatus", "ReplayRequest", "Status"]
 
 PROTOCOL_VERSION = 1
 MAX_COUNTERS = 128
-MAX_VERSION_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +52,13 @@ class Pipeline:
 
     def __init__(self, settings: PipelineSettings, now: float) -> None:
         """Raises ValueError for an engine that nobody wrote an adapter for, or that has no events to pull."""
-        self._adapter = registry.named(settings.engine)
-        if settings.pull:
-            _check_pull(self._adapter, settings)
+        self._engine = Engine(settings)
         self.settings = settings
         self.on_output: Callable[[], None] = lambda: None
         """Called whenever there may be something to take."""
-        self._engine_version = settings.engine_version
         self._totals: Counter[str] = Counter()
-        self._lanes = self._new_lanes()
         self._ranks = {
-            rank: Rank(rank, settings, self._lanes, self._adapter, self._totals)
+            rank: Rank(rank, settings, self._engine.lanes, self._engine.adapter, self._totals)
             for rank in settings.ranks
         }
         self._waiting: set[int] = set()
@@ -78,11 +71,12 @@ class Pipeline:
             settings.outbox_bytes,
         )
         self._profile_version = 0
+        self._adapters: tuple[str, ...] | None = None
         self._progress: dict[int, int | None] = {}
         self._counted = now
         self._wall_s: float | None = None
         """Seconds since 1970, less `now`. None: not known."""
-        if not self._known:
+        if not self._engine.known:
             self.engine_unknown("it has not said yet what it is")
 
     # The engine's sockets.
@@ -90,7 +84,7 @@ class Pipeline:
     def socket_up(self, rank: int, now: float) -> None:
         """The event socket of a rank is connected (again)."""
         source = self._ranks[rank]
-        if not self._known:
+        if not self._engine.known:
             # The whole history is asked for when the engine is known.
             self._waiting.add(rank)
             return
@@ -107,7 +101,7 @@ class Pipeline:
     def live(self, rank: int, frames: Sequence[bytes], now: float) -> None:
         """A message from the subscription, frames as received."""
         source = self._ranks[rank]
-        if not self._known:
+        if not self._engine.known:
             self._totals["batches_engine_unknown"] += 1
             return
         source.live(frames, now, None if self._wall_s is None else now + self._wall_s)
@@ -116,7 +110,7 @@ class Pipeline:
     def pulled(self, entries: Sequence[object], now: float) -> None:
         """Entries that the engine answered with, in order: each is a message of its rank under its number."""
         for entry in entries:
-            rank, number = place_of(entry) or (-1, 0)
+            rank, frames = message_of(entry) or (-1, ())
             if rank not in self._ranks:
                 self._totals["drop_entry"] += 1
                 # Of no rank that we know: it may have been a removal of any.
@@ -125,8 +119,7 @@ class Pipeline:
                     source.monitor.note(Finding("entry", f"an entry of rank {rank}", doubt))
                     self._spread(source)
                 continue
-            payload = json.dumps(entry, separators=(",", ":")).encode()
-            self.live(rank, (b"", number.to_bytes(8, "big"), payload), now)
+            self.live(rank, frames, now)
 
     def replayed(self, rank: int, frames: Sequence[bytes], now: float) -> None:
         """A reply to the last replay request of this rank, the end marker included."""
@@ -156,6 +149,9 @@ class Pipeline:
     def load(self, load: EngineLoad, now: float | None = None) -> None:
         """The engine's load, just read. `now`: None says nothing of how its cache is used over time."""
         source = self._ranks.get(load.rank)
+        if self._adapters is not None:
+            load.adapters.extend(self._adapters)
+            load.adapters_known = True
         if source is not None and now is not None and load.HasField("kv_usage"):
             source.monitor.usage(load.kv_usage, now)
             self._spread(source)
@@ -163,23 +159,20 @@ class Pipeline:
             link.load(load)
         self.on_output()
 
+    def engine_adapters(self, adapters: tuple[str, ...] | None) -> None:
+        """The LoRA adapters that the engine has loaded now, told with each load. None: it does not say."""
+        self._adapters = adapters
+
     def engine_found(self, engine: str, version: str, now: float) -> None:
         """The engine's own answer to what it is. Raises ValueError for one that nobody wrote an adapter for, or that has
         no events to pull.
 
         Chooses the adapter if that was left to the engine; else an answer that contradicts takes the trust away.
         """
-        adapter = registry.named(engine)
-        if not self._known:
-            if self.settings.pull:
-                _check_pull(adapter, self.settings)
-            self._adapter = adapter
-            told = self._lanes.version
-            self._lanes = self._new_lanes()
-            self._lanes.version = told + 1
+        if self._engine.found(engine):
             for source in self._ranks.values():
-                source.adopt(self._lanes, adapter)
-        reads = self._adapter.profile.engine
+                source.adopt(self._engine.lanes, self._engine.adapter)
+        reads = self._engine.name
         reason = (
             ""
             if reads == engine
@@ -195,7 +188,7 @@ class Pipeline:
 
     def engine_unknown(self, reason: str) -> None:
         """The engine could not be asked, or its answer fits no adapter. No change if it is known already."""
-        if self._known:
+        if self._engine.known:
             return
         for source in self._ranks.values():
             source.mistrust(f"engine unknown: {reason}")
@@ -203,14 +196,9 @@ class Pipeline:
 
     def engine_version(self, version: str) -> None:
         """The engine's own version."""
-        # Out of the engine's JSON, which may hold half a surrogate pair; a profile with more is refused.
-        text = version.encode(errors="replace")[:MAX_VERSION_BYTES].decode(errors="ignore")
-        if text != self._engine_version:
-            self._engine_version = text
-            self._lanes.version += 1
+        if self._engine.released(version):
             for source in self._ranks.values():
-                source.monitor.release(text)
-        self._lanes.release(text)
+                source.monitor.release(self._engine.version)
         self._spread_profile()
 
     def engine_started(self, started: float, now: float) -> None:
@@ -228,12 +216,19 @@ class Pipeline:
 
     def engine_unit(self, tokens: int, *, certain: bool) -> None:
         """Tokens of the engine's block, as it says. `certain`: its events must say so, too."""
-        self._lanes.unit(tokens, certain=certain)
+        self._engine.lanes.unit(tokens, certain=certain)
 
     @property
     def unit_tokens(self) -> int:
         """Tokens of the engine's largest block on the GPU. 0: not known yet."""
-        return self._lanes.gpu_unit
+        return self._engine.lanes.gpu_unit
+
+    def new_canary(self, rng: random.Random, unit_tokens: int = 0) -> Canary:
+        """A prompt of our own for the engine as it is known. `unit_tokens`: of its block; 0: as it is known.
+
+        Raises ValueError for blocks that are not known, or too large."""
+        unit = unit_tokens or self.unit_tokens
+        return Canary(prompt_of(unit, rng), unit, self._engine.adapter.profile)
 
     def canary(self, rank: int, canary: Canary | None) -> None:
         """From now on, until None is given, the canary sees what the rank publishes."""
@@ -255,14 +250,14 @@ class Pipeline:
 
     def engine_capacity(self, gpu_blocks: int = 0, *, gpu_tokens: int = 0) -> None:
         """Blocks or tokens of the engine's GPU cache."""
-        self._lanes.capacity(gpu_blocks=gpu_blocks, gpu_tokens=gpu_tokens)
+        self._engine.lanes.capacity(gpu_blocks=gpu_blocks, gpu_tokens=gpu_tokens)
         self._spread_profile()
 
     def engine_hybrid(self) -> None:
         """The model has layers whose state is evicted unannounced: what is held is an upper bound."""
-        if self._lanes.hybrid:
+        if self._engine.lanes.hybrid:
             return
-        self._lanes.set_hybrid()
+        self._engine.lanes.set_hybrid()
         for source in self._ranks.values():
             source.suspect()
             self._spread(source)
@@ -302,7 +297,7 @@ class Pipeline:
                 endpoint=settings.endpoint,
                 block_tokens=settings.block_tokens,
                 hash_version=settings.hash_version,
-                profile=self._profile(),
+                profile=self._engine.profile(),
                 ranks=self._states(),
                 resume_instance=instance,
                 resume_from=first,
@@ -350,10 +345,12 @@ class Pipeline:
                 for source in self._ranks.values():
                     source.ended(message.credit_ended, now)
                 self._put(RelayMessage(credit_ended=message.credit_ended))
+            case "prefill_ended":
+                self._put(RelayMessage(prefill_ended=message.prefill_ended))
             case "outcome":
                 source = self._ranks.get(message.outcome.rank)
                 if source is not None:
-                    source.outcome(message.outcome.predicted, message.outcome.reported)
+                    source.outcome(message.outcome, now)
                     self._spread(source)
             case _:
                 self._totals["drop_unknown_answer"] += 1
@@ -381,36 +378,15 @@ class Pipeline:
         ranks = [status_of(source) for source in self._ranks.values()]
         return Status(
             tuple(ranks),
-            tuple(lane.name for lane in self._lanes),
+            tuple(lane.name for lane in self._engine.lanes),
             {name: link.phase.name.lower() for name, link in self._links.items()},
             self.counters(),
-            self._adapter.profile.engine,
+            self._engine.name,
         )
 
     def holdings(self, rank: int, lane: int, confidence: int) -> bytes:
         """Packed canonical hashes that a rank holds in a lane, for checks."""
         return self._ranks[rank].holdings.mirror.holdings(lane, confidence)
-
-    @property
-    def _known(self) -> bool:
-        return self._adapter is not registry.UNKNOWN
-
-    def _new_lanes(self) -> Lanes:
-        settings = self.settings
-        lanes = Lanes(
-            self._adapter.profile,
-            block_tokens=settings.block_tokens,
-            engine_block_tokens=settings.engine_block_tokens,
-            host_unit_tokens=settings.host_unit_tokens,
-            layer_groups=settings.layer_groups,
-            less_units=settings.less_units,
-            shared_store=settings.shared_store,
-        )
-        lanes.release(self._engine_version)
-        if settings.hybrid:
-            lanes.set_hybrid()
-        lanes.version = 0  # what schedulers are told first is in the hello
-        return lanes
 
     def _states(self) -> list[RankState]:
         return [source.state() for source in self._ranks.values()]
@@ -422,14 +398,14 @@ class Pipeline:
             # A scheduler that knew this relay may have missed removals: what it has of it counts no more.
             opening += [
                 RelayMessage(delta=Delta(rank=state.rank, lane=lane, op=Delta.OP_CLEAR))
-                for lane in self._lanes.numbers()
+                for lane in self._engine.lanes.numbers()
             ]
             opening.append(RelayMessage(rank_state=state))
         return opening
 
     def _spread(self, source: Rank) -> None:
         """Hands what a rank has to say to every link."""
-        if self._lanes.version != self._profile_version:
+        if self._engine.lanes.version != self._profile_version:
             self._spread_profile()
         for message in source.take():
             self._put(message)
@@ -442,18 +418,12 @@ class Pipeline:
         self.on_output()
 
     def _spread_profile(self) -> None:
-        if self._lanes.version != self._profile_version:
-            self._profile_version = self._lanes.version
+        if self._engine.lanes.version != self._profile_version:
+            self._profile_version = self._engine.lanes.version
             self._put(self._profile_message())
 
     def _profile_message(self) -> RelayMessage:
-        return RelayMessage(profile=self._profile())
-
-    def _profile(self) -> Profile:
-        profile = self._lanes.message()
-        profile.engine = self._adapter.profile.engine
-        profile.engine_version = self._engine_version
-        return profile
+        return RelayMessage(profile=self._engine.profile())
 
     def _put(self, message: RelayMessage) -> None:
         body = Body.of(message)
@@ -465,10 +435,3 @@ class Pipeline:
         memory = totals.pop("mirror_memory_bytes", 0)
         named = sorted(totals.items())[:MAX_COUNTERS]
         return RelayCounters(totals=dict(named), mirror_bytes=memory)
-
-
-def _check_pull(adapter: Adapter, settings: PipelineSettings) -> None:
-    if adapter is not registry.UNKNOWN and adapter.pulled is None:
-        raise ValueError(f"engine {adapter.profile.engine!r} has no events to pull")
-    if not settings.engine_block_tokens:
-        raise ValueError("pulled events don't tell the engine's block: configure it")

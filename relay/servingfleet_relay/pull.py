@@ -20,6 +20,17 @@ log = logging.getLogger(__name__)
 PATH = "/kv_cache_events"
 
 
+async def pull(engine: EngineHttp) -> list[object]:
+    """What the engine has kept since the last pull: nobody is given it again. Raises ScrapeFailed."""
+    answer = await engine.drain(PATH)
+    if not isinstance(answer, list):
+        kind = type(answer).__name__
+        raise ScrapeFailed(
+            f"{PATH} answers {kind}; expected a list: is event_buffer_max_size above 0?"
+        )
+    return answer
+
+
 class Puller:
     """The one reader of an engine's entries, of all its ranks."""
 
@@ -41,7 +52,7 @@ class Puller:
         fields = {"replica": self._pipeline.settings.replica}
         while True:
             try:
-                entries = await self._pull()
+                entries = await pull(self._engine)
             except ScrapeFailed as error:
                 if up is not False:
                     log.warning("engine events not pulled", extra={**fields, "error": str(error)})
@@ -54,16 +65,6 @@ class Puller:
                 up = True
                 self._pipeline.pulled(entries, self._clock())
             await asyncio.sleep(self._settings.pull_interval_s)
-
-    async def _pull(self) -> list[object]:
-        """Raises ScrapeFailed."""
-        answer = await self._engine.drain(PATH)
-        if not isinstance(answer, list):
-            kind = type(answer).__name__
-            raise ScrapeFailed(
-                f"{PATH} answers {kind}; expected a list: is event_buffer_max_size above 0?"
-            )
-        return answer
 
     def _each(self, told: Callable[[int, float], None]) -> None:
         for rank in self._pipeline.settings.ranks:

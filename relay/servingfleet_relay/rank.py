@@ -17,7 +17,13 @@ from servingfleet_protos.v1.common_pb2 import (
     STREAM_STATE_UNPROVEN,
     TIER_SHARED,
 )
-from servingfleet_protos.v1.stream_pb2 import CreditEnded, CreditOpened, RankState, RelayMessage
+from servingfleet_protos.v1.stream_pb2 import (
+    CreditEnded,
+    CreditOpened,
+    Outcome,
+    RankState,
+    RelayMessage,
+)
 
 from .adapters.events import (
     Adapter,
@@ -31,15 +37,17 @@ from .adapters.events import (
     Removed,
     Stored,
 )
+from .batches import Apply, Ignored, Lost, Restarted, Step
+from .conformance.lag import Lag
 from .conformance.monitor import Monitor
 from .conformance.standing import Condition, Finding
 from .frames import BadFrames, live_frame, reply_frame
-from .holdings import UNPLACED, Holdings
+from .holdings import Holdings
 from .lanes import Lane, Lanes
 from .messages import Messages
-from .sequence import Apply, Ignored, Lost, Restarted, Step
 from .sequence import Sequence as Numbering
 from .settings import PipelineSettings
+from .unplaced import UNPLACED
 
 MAX_REASON_BYTES = 512
 EXPIRY_INTERVAL_S = 1.0
@@ -71,6 +79,7 @@ class Rank:
         self._totals = totals
         self._messages = Messages(rank, settings.delta_hashes)
         self.holdings = Holdings(rank, settings, lanes, self._messages)
+        self._lag = Lag()
         self._away = ""
         self._expired = 0.0
         self._resync = ""
@@ -151,8 +160,12 @@ class Rank:
         """A prompt that was sent is done with. Unknown ones are fine."""
         self.holdings.ended(credit.decision_id, now)
 
-    def outcome(self, predicted: int, reported: int) -> None:
-        """What a scheduler predicted of a prompt that ran here, and what the engine reported. Tokens."""
+    def outcome(self, outcome: Outcome, now: float) -> None:
+        """What a scheduler predicted of a prompt that ran here, and what the engine reported."""
+        if not self._lag.rested(outcome, self.numbering.incarnation, now):
+            self._totals["outcomes_lagging"] += 1
+            return
+        predicted, reported = outcome.predicted, outcome.reported
         unit = self.holdings.lanes.gpu_unit
         # Where history is lost, more is reused than is known of: that too little was predicted proves nothing.
         telling = self.numbering.state[0] == STREAM_STATE_LIVE or predicted > reported
@@ -192,6 +205,7 @@ class Rank:
             match step:
                 case Apply():
                     self._totals["batches"] += 1
+                    self._lag.applied(self.numbering.incarnation, step.seq, now)
                     self._apply(self._decode(step.payload), now, wall)
                 case Ignored():
                     self._totals[f"batches_{step.reason}"] += 1

@@ -7,8 +7,6 @@ engine to replay the last batch that it applied: the same bytes prove that the s
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.common_pb2 import (
@@ -18,45 +16,14 @@ from servingfleet_protos.v1.common_pb2 import (
     STREAM_STATE_UNPROVEN,
 )
 
+from .batches import Apply, Digests, Held, Ignored, Lost, Restarted, Step
 from .frames import END_OF_REPLAY
 
 REPLAYS_PER_HOLE = 3
-"""Older engines drop replies silently: ask again, but not for ever."""
-DIGESTS_BEYOND_BUFFER = 256
+"""Older engines drop replies silently, and any drops what a throttled relay does not read: ask again, but not for ever
+without getting on."""
 START_SLACK_S = 2.0
 """A process that started this much after its first batch was applied is another one: clocks and scrapes are coarse."""
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """The next batch."""
-
-    seq: int
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Batches are missing for good: what was held is unknown now."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """Another engine process: what was held is gone."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """A batch that changes nothing. `reason` is a bounded word for counters."""
-
-    reason: str
-
-
-Step = Apply | Lost | Restarted | Ignored
 
 
 @dataclass(slots=True)
@@ -67,8 +34,12 @@ class _Replay:
     progress: float
     probe: bool = False
     """Nothing is amiss: asked only in case the last batches before a silence were lost."""
+    broken_off: str = ""
+    """Why the replay before, whose rest this one asks for, did not end. "": there was none."""
     taken: bool = False
     seen: bool = False
+    advanced: bool = False
+    """It brought a batch that was still missing."""
 
 
 class Sequence:
@@ -95,16 +66,13 @@ class Sequence:
         self._deadline_s = deadline_s
         self._probe_s = probe_s
         self._heard = 0.0
-        self._max_batches = max_held_batches
-        self._max_bytes = max_held_bytes
         self._connected = False
         self._next: int | None = None
-        self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self._digests = Digests(max_held_batches)
         self._since: float | None = None
         self._replay: _Replay | None = None
         self._attempts = 0
-        self._held: deque[Apply] = deque()
-        self._held_bytes = 0
+        self._held = Held(max_held_batches, max_held_bytes)
         self._unproven = "waiting for the engine's event socket"
         self._broken_proof = False
         self._newer = ""
@@ -162,7 +130,7 @@ class Sequence:
         self._connected = False
         self._replay = None
         self._attempts = 0
-        self._forget_held()
+        self._held.clear()
         self._unproven = "the engine's event socket is down"
 
     def process_started(self, started: float, now: float) -> list[Step]:
@@ -184,7 +152,7 @@ class Sequence:
         self._next = None
         self._digests.clear()
         self._attempts = 0
-        self._forget_held()
+        self._held.clear()
         self._ask(now)
         return [Lost(reason)]
 
@@ -206,20 +174,20 @@ class Sequence:
     def _offer(self, batch: Apply, now: float) -> list[Step]:
         if self._replay is None:
             return self._accept(batch, now)
-        last = self._held[-1] if self._held else None
+        last = self._held.last
         if last is not None and batch.seq <= last.seq:
             if batch.payload == last.payload:
                 return [Ignored("duplicate_batch")]
             # The numbers fall back while a replay is under way: of what is held only this is of the new life.
-            self._forget_held()
-            self._hold(batch)
+            self._held.clear()
+            self._held.add(batch)
             reason = f"the numbers fell back from {last.seq} to {batch.seq}"
             if self._attempts < REPLAYS_PER_HOLE:
                 return self._suspect(reason, now)
             return [*self._restart(reason), *self._finish(now)]
-        self._hold(batch)
-        if len(self._held) > self._max_batches or self._held_bytes > self._max_bytes:
-            return self.replay_failed(f"{len(self._held)} batches arrived meanwhile", now)
+        self._held.add(batch)
+        if self._held.full:
+            return self._give_up(self._replay, f"{len(self._held)} batches arrived meanwhile", now)
         return []
 
     def replayed(self, seq: int, payload: bytes, now: float) -> list[Step]:
@@ -234,10 +202,13 @@ class Sequence:
             return self._first_inclusive(replay, Apply(seq, payload), now)
         replay.seen = True
         if self._next is None:
+            replay.advanced = True
             return self._begin(Apply(seq, payload), now, f"the replay begins at {seq}")
         if seq < self._next:
             return [Ignored("duplicate_batch")]
         if seq == self._next:
+            replay.advanced = True
+            self._attempts = 1  # whatever is missing next is another hole
             return self._apply(Apply(seq, payload), now)
         if self._attempts < REPLAYS_PER_HOLE:
             self._ask(now)
@@ -245,18 +216,26 @@ class Sequence:
         return self._jump(Apply(seq, payload), now)
 
     def replay_failed(self, reason: str, now: float) -> list[Step]:
-        """The replay that is under way will not end: go on with what there is."""
+        """The replay that is under way will not end: its rest is asked for, if it brought anything."""
         replay = self._replay
         if replay is None:
             return []
+        if replay.advanced:
+            self._ask(now, broken_off=f"the replay from {replay.start} broke off: {reason}")
+            return []
+        return self._give_up(replay, reason, now)
+
+    def _give_up(self, replay: _Replay, reason: str, now: float) -> list[Step]:
+        """No replay will end: goes on with what there is."""
         if replay.probe and not replay.seen and not self._newer:
             self._attempts = 0
             return self._finish(now)
         if self._newer and not replay.seen:
             return [*self._restart(f"{self._newer}; no replay: {reason}"), *self._finish(now)]
-        if replay.seen and not self._unproven:
+        if (replay.seen or replay.broken_off) and not self._unproven:
             # It may have gone on: only an unbroken next batch tells.
-            self._unproven = f"the replay from {replay.start} broke off: {reason}"
+            broke_off = f"the replay from {replay.start} broke off: {reason}"
+            self._unproven = replay.broken_off or broke_off
             self._broken_proof = True
         elif self._next is None:
             self._incomplete = f"no replay of what came before: {reason}"
@@ -294,14 +273,14 @@ class Sequence:
                 return self._jump(batch, now)
             self.gaps += 1
             self._ask(now)
-            self._hold(batch)
+            self._held.add(batch)
             return []
-        if self._digests.get(batch.seq) == _digest(batch.payload):
+        if self._digests.match(batch):
             return [Ignored("duplicate_batch")]
         reason = f"the numbers fell back from {self._next - 1} to {batch.seq}"
         if self._can_replay and self._attempts < REPLAYS_PER_HOLE:
             steps = self._suspect(reason, now)
-            self._hold(batch)
+            self._held.add(batch)
             return steps
         return [*self._restart(reason), *self._accept(batch, now)]
 
@@ -329,7 +308,7 @@ class Sequence:
             return self._jump(
                 batch, now, f"the engine's replay begins at {batch.seq}, after {replay.start}"
             )
-        if self._digests.get(batch.seq) != _digest(batch.payload):
+        if not self._digests.match(batch):
             steps = self._restart(f"batch {batch.seq} is not what it was")
             self._attempts = 0
             self._ask(now)
@@ -342,7 +321,7 @@ class Sequence:
     def _finish(self, now: float, *, proven: bool = False) -> list[Step]:
         """No replay is under way any more: takes up what was held meanwhile."""
         self._replay = None
-        held, self._held, self._held_bytes = self._held, deque(), 0
+        held = self._held.take()
         steps: list[Step] = []
         for batch in held:
             if proven and self._next is not None and batch.seq < self._next:
@@ -362,9 +341,7 @@ class Sequence:
     def _apply(self, batch: Apply, now: float) -> list[Step]:
         self._since = now if self._since is None else self._since
         self._next = batch.seq + 1
-        self._digests[batch.seq] = _digest(batch.payload)
-        while len(self._digests) > self._max_batches + DIGESTS_BEYOND_BUFFER:
-            self._digests.popitem(last=False)
+        self._digests.add(batch)
         return [batch]
 
     def _jump(self, batch: Apply, now: float, reason: str = "") -> list[Step]:
@@ -394,25 +371,13 @@ class Sequence:
             self._ask(now)
         return []
 
-    def _ask(self, now: float, *, probe: bool = False) -> None:
+    def _ask(self, now: float, *, probe: bool = False, broken_off: str = "") -> None:
         """Wants a replay from the last batch applied, or from the start."""
         self._attempts += 1
         self.replays += 1
         applied = self.applied
-        self._replay = _Replay(applied or 0, applied is not None, now, probe)
+        self._replay = _Replay(applied or 0, applied is not None, now, probe, broken_off)
 
     def _prove(self) -> None:
         if self._connected:
             self._unproven, self._broken_proof = "", False
-
-    def _hold(self, batch: Apply) -> None:
-        self._held.append(batch)
-        self._held_bytes += len(batch.payload)
-
-    def _forget_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
-
-
-def _digest(payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=8).digest()

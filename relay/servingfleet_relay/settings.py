@@ -135,6 +135,11 @@ class RelaySettings:
     """Base address of the engine's HTTP server. None: no load, nothing learned from it."""
     pull_interval_s: float = 0.25
     """Between two pulls of an engine's events. The engine keeps a bounded number, and drops the oldest."""
+    pull_deadline_s: float = 30.0
+    """TensorRT-LLM waits up to 2 s for the first entry, and answers when none has come for 2 s. An answer that is given up
+    takes its entries with it."""
+    max_pull_bytes: int = 32 * MIB
+    """Likewise of an answer that is too long. An entry of one block of 32 tokens is 1.5 KiB."""
     canary: bool = False
     """Send each life of the engine a prompt of our own: what comes of it must be what we think."""
     metrics_port: int | None = None

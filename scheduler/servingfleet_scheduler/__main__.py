@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import signal
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from .pools import BadPools, read_pools
 from .server import serve
 from .settings import (
     AccessSettings,
+    AdmissionSettings,
+    AdmissionTarget,
     PeerSettings,
     SchedulerSettings,
     ServerSettings,
@@ -27,6 +31,9 @@ from .tokens import MAX_ADDRESS_BYTES
 
 DEFAULTS = SchedulerSettings()
 PORTS = ServerSettings()
+_TARGET = re.compile(
+    r"(?P<priority>-?\d{1,10})=(?P<seconds>\d+(\.\d+)?)(/(?P<queue>\d+(\.\d+)?))?", re.ASCII
+)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -49,6 +56,27 @@ class StaticReplicaParam(click.ParamType[StaticReplica]):
             self.fail(f"ranks={ranks}: expected 1 to {DEFAULTS.max_ranks}", param, ctx)
         return StaticReplica(
             fields["model"], fields["replica"], fields.get("endpoint", ""), int(ranks)
+        )
+
+
+class TargetParam(click.ParamType[AdmissionTarget]):
+    """PRIORITY=SECONDS[/QUEUE_SECONDS]"""
+
+    name = "PRIORITY=SECONDS[/QUEUE_SECONDS]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> AdmissionTarget:
+        if isinstance(value, AdmissionTarget):
+            return value
+        found = _TARGET.fullmatch(str(value))
+        if found is None or not float(found["seconds"]):
+            self.fail(f"{value!r}: expected {self.name}, more than 0 seconds", param, ctx)
+        queue = found["queue"]
+        return AdmissionTarget(
+            int(found["priority"]),
+            float(found["seconds"]),
+            math.inf if queue is None else float(queue),
         )
 
 
@@ -95,6 +123,14 @@ class StaticReplicaParam(click.ParamType[StaticReplica]):
     default=DEFAULTS.max_prompt_tokens,
     type=click.IntRange(min=1),
     help="Longer prompts are refused.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=TargetParam(),
+    help="Time to first token promised to requests of this priority and above, up to the next target; they are turned "
+    "away when it can't be kept, and not sent where more than QUEUE_SECONDS of work wait. May be given again.",
 )
 @click.option(
     "--window-s",
@@ -170,6 +206,7 @@ def main(
     static_replicas: tuple[StaticReplica, ...],
     min_pairs: int,
     max_prompt_tokens: int,
+    targets: tuple[AdmissionTarget, ...],
     window_s: float,
     replica_ttl_s: float,
     token_key_file: Path | None,
@@ -192,6 +229,8 @@ def main(
     Each option can also be set in the environment, as SERVINGFLEET_SCHEDULER_<OPTION>.
     """
     configure(log_level)
+    if len({each.priority for each in targets}) < len(targets):
+        raise click.UsageError("--target names a priority twice")
     settings = SchedulerSettings(
         block_tokens=block_tokens,
         policy=policy,
@@ -199,6 +238,7 @@ def main(
         static_replicas=static_replicas,
         min_pairs=min_pairs,
         max_prompt_tokens=max_prompt_tokens,
+        admission=AdmissionSettings(targets),
         window_s=window_s,
         replica_ttl_s=replica_ttl_s,
         pools=_pools(pools_file),

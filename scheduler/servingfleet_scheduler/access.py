@@ -41,6 +41,7 @@ ROUTE = Right("create", "route")
 REPORT = Right("create", "report")
 EXPLAIN = Right("create", "explain")
 REUSE = Right("get", "reuse")
+DRAIN = Right("update", "drain")
 
 RIGHTS: Mapping[str, Right] = {
     "/servingfleet.v1.Router/Route": ROUTE,
@@ -49,6 +50,7 @@ RIGHTS: Mapping[str, Right] = {
     "/servingfleet.v1.Router/Explain": EXPLAIN,
     "/servingfleet.v1.Fleet/GetReuse": REUSE,
     "/servingfleet.v1.Fleet/ListReplicas": REUSE,
+    "/servingfleet.v1.Fleet/SetDraining": DRAIN,
 }
 """By method. What is not here, and not among those let through, is refused."""
 

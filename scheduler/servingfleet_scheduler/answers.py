@@ -7,10 +7,14 @@ from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 
 from .candidates import Option, load_age
 from .policy.candidate import Estimate, Reuse
+from .policy.estimate import prefill_seconds
 from .replicas import Rank, Replica
 
 RANK_HEADER = "X-data-parallel-rank"
-"""What vLLM's front end reads to place a request on a rank."""
+"""What vLLM's and SGLang's front ends read to place a request on a rank."""
+
+SPEED_TOKENS = 1024
+"""Length of the prompt that a rank's speed is told for."""
 
 _TIERS = (
     common_pb2.TIER_GPU,
@@ -29,6 +33,13 @@ def headers(option: Option) -> dict[str, str]:
     return {RANK_HEADER: str(option.rank.number)} if len(option.replica.ranks) > 1 else {}
 
 
+def body(option: Option) -> dict[str, str]:
+    """Fields for the request's body, as JSON, that say the same to engines that read no header. None likewise."""
+    if len(option.replica.ranks) < 2:
+        return {}
+    return {name: str(option.rank.number) for name in option.replica.profile.rank_fields}
+
+
 def prediction(reuse: Reuse) -> routing_pb2.Prediction:
     return routing_pb2.Prediction(
         prompt_tokens=reuse.prompt_tokens,
@@ -40,6 +51,7 @@ def prediction(reuse: Reuse) -> routing_pb2.Prediction:
             for tier, tokens in zip(_TIERS, reuse.tiers, strict=True)
             if tokens
         ],
+        expected=reuse.expected,
     )
 
 
@@ -50,6 +62,7 @@ def fallback(option: Option, estimate: Estimate) -> routing_pb2.Fallback:
         estimated_ttft_s=estimate.seconds,
         prediction=prediction(option.candidate.reuse),
         headers=headers(option),
+        body=body(option),
     )
 
 
@@ -69,6 +82,8 @@ def candidate(
         stream_state=option.replica.state(option.rank),
         load_age_s=load_age(option.rank, now),
         dispatched_requests=option.candidate.dispatched_requests,
+        estimated_sd_s=estimate.sd_s,
+        propensity=0.0 if refused else estimate.propensity,
     )
 
 
@@ -82,7 +97,17 @@ def replica(each: Replica, index: Index, now: float) -> fleet_pb2.Replica:
         ranks=[_rank(each, rank, index, now) for _, rank in sorted(each.ranks.items())],
         connected=each.connected,
         relay_totals=each.relay_totals,
+        draining_by=sorted(each.draining_by),
+        labels=each.labels,
     )
+
+
+def prefill_tokens_per_s(rank: Rank) -> float:
+    """As learned, of a prompt of SPEED_TOKENS. 0: nothing was learned."""
+    pace = rank.pace
+    if pace is None or not pace.learned:
+        return 0.0
+    return SPEED_TOKENS / prefill_seconds(pace.speeds, SPEED_TOKENS, 0)
 
 
 def _rank(each: Replica, rank: Rank, index: Index, now: float) -> fleet_pb2.Rank:
@@ -109,4 +134,7 @@ def _rank(each: Replica, rank: Rank, index: Index, now: float) -> fleet_pb2.Rank
         waiting_requests=load.waiting_requests if load else None,
         load_age_s=load_age(rank, now),
         dispatched_requests=len(rank.dispatches),
+        broken_s=rank.breaker.broken_s(now) if rank.breaker else 0.0,
+        prefill_tokens_per_s=prefill_tokens_per_s(rank),
+        speed_labels=rank.pace.learned if rank.pace else 0,
     )

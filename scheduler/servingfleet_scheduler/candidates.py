@@ -9,18 +9,20 @@ from typing import NamedTuple
 from servingfleet_core import Match
 from servingfleet_protos.v1 import routing_pb2
 
-from .backlog import backlog_seconds
+from .constraints import Key, refusals
+from .eviction import Tail
+from .expectation import Expectations, Stretches
 from .fleet import Fleet
+from .learner import Learner
+from .memory import Memory, blocks_of
 from .policy.candidate import Candidate, Estimate, Reuse
-from .policy.estimate import unknown_request_seconds
 from .prompts import PreparedPrompt
 from .replicas import LIVE, UNPROVEN, Rank, Replica
-from .requests import refusal
 from .settings import SchedulerSettings
 
 
 class Option(NamedTuple):
-    """One known rank of the model. `refused`: why the request rules it out; empty: it does not."""
+    """One known rank of the model. `refused`: why it can't be chosen; empty: it can."""
 
     replica: Replica
     rank: Rank
@@ -28,18 +30,24 @@ class Option(NamedTuple):
     refused: str = ""
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         return (self.replica.name, self.rank.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """A prompt, every known target of its model, and the order of those that the request allows."""
+    """A prompt, every known target of its model, and the order of those that may be chosen."""
 
     prompt: PreparedPrompt
-    options: dict[tuple[str, int], Option]
+    options: dict[Key, Option]
     ordered: list[Estimate]
-    """Those that the request allows, best first."""
+    """Those that may be chosen, best first."""
+    last_resort: bool = False
+    """Requests keep failing on each of them."""
+    session: int = 0
+    """To which the request belongs, as `pins` names it. 0: none."""
+    pinned: Key | None = None
+    """The first is where the session went last, as it asked."""
 
     def option(self, estimate: Estimate) -> Option:
         return self.options[estimate.candidate.replica, estimate.candidate.rank]
@@ -61,12 +69,17 @@ def options(
     request: routing_pb2.RouteRequest,
     prompt: PreparedPrompt,
     now: float,
-) -> list[Option]:
-    """Every known rank of the model, also those that the request rules out."""
+    learner: Learner,
+    expectations: Expectations,
+    memory: Memory | None = None,
+) -> tuple[list[Option], bool]:
+    """Every known rank of the model, also those that can't be chosen; and whether requests fail on all that can.
+
+    `memory`: what to take for cached, instead of what is known to be.
+    """
     found = []
     forms = {replica.pairs for replica in fleet.of_model(prompt.model)}
-    view = _View(settings, prompt, now)
-    picky = bool(request.only or request.exclude)
+    view = _View(fleet, settings, prompt, now, learner, expectations, memory)
     for pairs in sorted(forms):
         # The last token is always computed anew, and with it goes the last key that is a pair.
         unpaired = pairs and prompt.tokens is not None
@@ -76,12 +89,33 @@ def options(
             prompt.prompt_tokens - unpaired,
             pairs=pairs if len(forms) > 1 else None,
             no_reuse=prompt.no_reuse,
+            now=now,
         )
         for replica, rank, match in matches:
-            candidate = view.candidate(replica, rank, match)
-            refused = refusal(request, replica.name, rank.number) if picky else ""
-            found.append(Option(replica, rank, candidate, refused))
-    return found
+            found.append(Option(replica, rank, view.candidate(replica, rank, match)))
+    refused, last_resort = refusals(
+        request, [(each.replica, each.rank) for each in found], now, settings.load_stale_s
+    )
+    if refused:
+        found = [each._replace(refused=refused.get(each.key, "")) for each in found]
+    return found, last_resort
+
+
+def next_best(admitted: Sequence[Estimate], most: int) -> list[Estimate]:
+    """At most so many, after the first, to try when it fails.
+
+    The best of each other replica, and only then further ranks of those already named: ranks share a process that
+    answers, a pod and a node, and what failed one of them may have failed all.
+    """
+    if not most:
+        return []
+    seen = {admitted[0].candidate.replica}
+    first: list[Estimate] = []
+    again: list[Estimate] = []
+    for each in admitted[1:]:
+        (again if each.candidate.replica in seen else first).append(each)
+        seen.add(each.candidate.replica)
+    return (first + again)[:most]
 
 
 def basis(options: Sequence[Option]) -> routing_pb2.Basis.ValueType:
@@ -101,12 +135,27 @@ def load_age(rank: Rank, now: float) -> float | None:
 class _View:
     """One prompt at one moment: what is the same for every target is worked out once."""
 
-    def __init__(self, settings: SchedulerSettings, prompt: PreparedPrompt, now: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: SchedulerSettings,
+        prompt: PreparedPrompt,
+        now: float,
+        learner: Learner,
+        expectations: Expectations,
+        memory: Memory | None,
+    ) -> None:
+        self._fleet = fleet
+        self._expectations = expectations
         self._settings = settings
         self._now = now
         self._prompt = prompt
         self._named = bool(prompt.adapter or prompt.cache_salt) and not prompt.no_reuse
         self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0, 0.0)
+        self._learner = learner
+        self._memory = memory
+        self._blocks: dict[bool, tuple[int, ...]] = {}
+        """Of the prompt, by whether keys are pairs."""
 
     def candidate(self, replica: Replica, rank: Rank, match: Match | None) -> Candidate:
         load = rank.load
@@ -114,31 +163,52 @@ class _View:
             age = load_age(rank, self._now)
             if age is None or age > self._settings.load_stale_s:
                 load = None
-        queue_s = 0.0
-        if load is not None or rank.dispatches:
-            queue_s = backlog_seconds(
-                rank.dispatches.values(),
-                load,
-                self._now,
-                token_s=replica.speeds.token_s,
-                request_s=unknown_request_seconds(replica.speeds),
-            )
+        queue = rank.backlog.ahead(self._now, stale_s=self._settings.load_stale_s)
         state = replica.state(rank)
+        tail = None
+        if match is not None and match.tail_tier and self._memory is None:
+            tail = self._expectations.tail(replica, rank, match, queue.seconds, self._now)
+        pace = rank.pace or self._learner.pace(replica, rank)
         return Candidate(
             replica.name,
             rank.number,
-            self._reuse(replica, match),
-            queue_s,
-            certain=state == LIVE and rank.warm,
+            self._reuse(replica, rank, match, tail)
+            if self._memory is None
+            else self._remembered(self._memory, replica, rank),
+            queue.seconds,
+            queue_sd_s=queue.sd_s,
+            queue_noise_s=queue.noise_s,
+            certain=state == LIVE and rank.warm and self._memory is None,
             unproven=state == UNPROVEN,
             running_requests=(load.running_requests or 0) if load else 0,
             waiting_requests=(load.waiting_requests or 0) if load else 0,
             dispatched_requests=len(rank.dispatches),
             last_dispatch=rank.last_dispatch,
-            speeds=replica.speeds,
+            kv_usage=(load.kv_usage or 0.0) if load else 0.0,
+            speeds=pace.pool.speeds,
+            scale=pace.factor.value,
+            scale_sd=pace.factor.sd,
+            labels=pace.learned,
+            rules=replica.rules,
+            gone=tail.gone if tail else 0.0,
+            tail=tail,
+            quantile=self._settings.quantile,
         )
 
-    def _reuse(self, replica: Replica, match: Match | None) -> Reuse:
+    def _remembered(self, memory: Memory, replica: Replica, rank: Rank) -> Reuse:
+        prompt = self._prompt
+        blocks = self._blocks.get(replica.pairs)
+        if blocks is None:
+            blocks = self._blocks[replica.pairs] = blocks_of(prompt.hashes(replica.pairs))
+        held = 0 if prompt.no_reuse else memory.held((replica.name, rank.number), blocks)
+        # Engines compute the last token anew, and with it its block.
+        size = self._settings.block_tokens
+        tokens = min(held * size, (prompt.prompt_tokens - 1) // size * size)
+        return Reuse(
+            prompt.prompt_tokens, 0, tokens, prompt.prompt_tokens, tokens, (tokens, 0, 0, 0)
+        )
+
+    def _reuse(self, replica: Replica, rank: Rank, match: Match | None, tail: Tail | None) -> Reuse:
         prompt = self._prompt
         reuse = self._nothing
         if match is not None:
@@ -147,7 +217,7 @@ class _View:
                 match.lower,
                 match.predicted,
                 match.upper,
-                match.predicted,
+                self._expected(replica, rank, match, tail),
                 match.tiers,
             )
         if self._named and (
@@ -157,3 +227,12 @@ class _View:
             # The engine's events don't tell this namespace apart, so that it may hold blocks that nobody can look up.
             return reuse._replace(upper=prompt.prompt_tokens)
         return reuse
+
+    def _expected(self, replica: Replica, rank: Rank, match: Match, tail: Tail | None) -> float:
+        def stretches() -> Stretches:
+            hashes = self._prompt.hashes(replica.pairs)
+            return self._fleet.idle(replica, rank.number, hashes, self._now)
+
+        return self._expectations.tokens(
+            replica, rank, match, tail, stretches, self._settings.block_tokens, self._now
+        )

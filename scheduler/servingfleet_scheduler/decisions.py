@@ -9,12 +9,23 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from servingfleet_protos.v1 import routing_pb2
 
+from .eviction import Tail
 from .policy.candidate import Reuse
 from .tokens import Decision
+
+
+class Footing(NamedTuple):
+    """What a prediction of a rank rested on: its stream as far as it was applied then."""
+
+    incarnation: int
+    engine_seq: int | None
+    credited: bool
+    """Credits stood there: part of it may be of prompts that were not computed yet."""
 
 
 @dataclass(slots=True)
@@ -26,6 +37,16 @@ class Pending:
     response: routing_pb2.RouteResponse
     predictions: Mapping[tuple[str, int], Reuse]
     """Of the best targets at that moment, for outcomes that ran elsewhere."""
+    tails: Mapping[tuple[str, int], Tail]
+    """Of the same, as far as known: where each prediction ends."""
+    session: int = 0
+    """As `pins` names it. 0: none."""
+    failed: set[tuple[str, int]] = field(default_factory=set)
+    """Targets whose failure was told of before: each counts once."""
+    given: int = 1
+    """Calls that were answered with it."""
+    footings: Mapping[tuple[str, int], Footing] = field(default_factory=dict)
+    """Of the same targets, where their streams were whole."""
 
 
 class Decisions:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from servingfleet_protos.v1 import routing_pb2, stream_pb2
 
 from . import answers
 from .backlog import Dispatch
-from .candidates import Considered, Option, basis
+from .candidates import Considered, Option, basis, next_best
 from .credits import Credits
-from .decisions import Decisions, Pending
+from .decisions import Decisions, Footing, Pending
 from .fleet import MAX_DELTA_HASHES, Fleet
+from .learner import Learner
+from .memory import Memory, blocks_of
 from .policy.candidate import Estimate
-from .policy.estimate import work_seconds
-from .prompts import HASH_BYTES, PreparedPrompt
+from .policy.estimate import work
+from .prompts import HASH_BYTES
 from .settings import SchedulerSettings
 from .streams import Streams
 from .tokens import Decision
@@ -33,8 +37,10 @@ class Dispatches:
         credits: Credits,
         decisions: Decisions,
         streams: Streams,
+        learner: Learner,
         settings: SchedulerSettings,
         *,
+        memory: Memory | None,
         write_token: Callable[[Decision], str],
         instance_id: str,
         address: str,
@@ -45,6 +51,8 @@ class Dispatches:
         self._credits = credits
         self._decisions = decisions
         self._streams = streams
+        self._learner = learner
+        self._memory = memory
         self._settings = settings
         self._write_token = write_token
         self._instance_id = instance_id
@@ -76,6 +84,7 @@ class Dispatches:
             lower=reuse.lower,
             upper=reuse.upper,
             best=considered.best,
+            expected=round(reuse.expected),
             owner_address=self._address,
         )
         decision_id = self._write_token(decision)
@@ -84,34 +93,58 @@ class Dispatches:
             target=answers.target(option),
             endpoint=option.replica.endpoint,
             headers=answers.headers(option),
+            body=answers.body(option),
             prediction=answers.prediction(reuse),
             estimated_ttft_s=chosen.seconds,
+            estimated_sd_s=chosen.sd_s,
+            propensity=chosen.propensity,
+            pinned=considered.pinned == option.key,
+            last_resort=considered.last_resort,
             basis=basis(considered.allowed),
             policy=self._policy,
             fallbacks=[
                 answers.fallback(considered.option(each), each)
-                for each in admitted[1 : 1 + request.max_fallbacks]
+                for each in next_best(admitted, request.max_fallbacks)
             ],
         )
         predictions = {
             considered.option(each).key: each.candidate.reuse
             for each in considered.ordered[: self._settings.predictions_kept]
         }
-        for dropped in self._decisions.add(
-            Pending(decision, request.request_id, response, predictions)
-        ):
-            self.release(dropped.response.decision_id, dropped.decision)
+        tails = {
+            considered.option(each).key: each.candidate.tail
+            for each in considered.ordered[: self._settings.predictions_kept]
+            if each.candidate.tail is not None
+        }
+        pending = Pending(
+            *(decision, request.request_id, response, predictions, tails, considered.session),
+            footings=self._footings([considered.options[key] for key in predictions]),
+        )
+        for dropped in self._decisions.add(pending):
+            self.release(dropped.response.decision_id, dropped.decision, now)
         self._count += 1
         option.rank.last_dispatch = self._count
-        option.rank.dispatches[decision_id] = Dispatch(
-            at=now,
-            work_s=work_seconds(option.replica.speeds, reuse),
-            number=self._count,
-        )
-        self._credit(decision_id, option, considered.prompt, now)
+        if option.rank.breaker is not None:
+            option.rank.breaker.sent(now)
+        brings = work(chosen.candidate)
+        dispatch = Dispatch(now, brings.seconds, self._count, brings.tokens)
+        option.rank.dispatches[decision_id] = dispatch
+        option.rank.speeds = chosen.candidate.speeds.scaled(chosen.candidate.scale)
+        option.rank.backlog.sent(decision_id, dispatch, option.rank.speeds)
+        self._learner.sent(decision_id, option.replica, option.rank, chosen.candidate, now)
+        if self._memory is not None:
+            hashes = considered.prompt.hashes(option.replica.pairs)
+            self._memory.sent(option.key, blocks_of(hashes))
+        hashes = considered.prompt.hashes(option.replica.pairs)
+        self._fleet.touch(option.replica, option.rank.number, hashes, reuse.predicted, now)
+        if self._settings.credit:
+            self._credit(decision_id, option, considered, dispatch)
         return response
 
-    def _credit(self, decision_id: str, option: Option, prompt: PreparedPrompt, now: float) -> None:
+    def _credit(
+        self, decision_id: str, option: Option, considered: Considered, dispatch: Dispatch
+    ) -> None:
+        prompt = considered.prompt
         hashes = prompt.hashes(option.replica.pairs)
         expires_s = self._settings.credit_ttl_s
         opened = self._credits.open(
@@ -120,53 +153,98 @@ class Dispatches:
             option.rank.number,
             hashes,
             prompt.prompt_tokens,
-            expires=now + expires_s,
+            expires=dispatch.at + expires_s,
         )
+        # Of a prompt without a whole block there is only its work to tell.
+        told = opened or not hashes
         session = self._streams.speaking(option.replica.name)
-        if opened and session is not None and len(hashes) <= MAX_DELTA_HASHES * HASH_BYTES:
-            session.send_credit(
-                stream_pb2.SchedulerMessage(
-                    credit_opened=stream_pb2.CreditOpened(
-                        decision_id=decision_id,
-                        rank=option.rank.number,
-                        hashes=hashes,
-                        prompt_tokens=prompt.prompt_tokens,
-                        origin=self._instance_id,
-                        expires_s=expires_s,
-                    )
-                )
+        if told and session is not None and len(hashes) <= MAX_DELTA_HASHES * HASH_BYTES:
+            credit = stream_pb2.CreditOpened(
+                decision_id=decision_id,
+                rank=option.rank.number,
+                hashes=hashes,
+                prompt_tokens=prompt.prompt_tokens,
+                origin=self._instance_id,
+                expires_s=expires_s,
+                work_s=dispatch.work_s,
+                session=considered.session,
             )
+            if not prompt.no_reuse:
+                credit.predicted = option.candidate.reuse.predicted
+            session.send_credit(stream_pb2.SchedulerMessage(credit_opened=credit))
 
-    def release(self, decision_id: str, decision: Decision) -> None:
-        """The request no longer runs there: nothing waits for it, and no credit stands for it."""
-        replica = self._fleet.get(decision.replica)
-        if replica is not None and decision.rank in replica.ranks:
-            replica.ranks[decision.rank].dispatches.pop(decision_id, None)
-        if self._credits.end(decision_id) is None:
-            return
-        session = self._streams.speaking(decision.replica)
-        if session is not None:
-            session.send_credit(
-                stream_pb2.SchedulerMessage(
-                    credit_ended=stream_pb2.CreditEnded(
-                        decision_id=decision_id, origin=decision.owner
-                    )
-                )
-            )
-
-    def tell(self, replica: str, rank: int, predicted: int, reported: int) -> None:
-        """The relay of a replica hears what became of a prompt that ran there. Tokens."""
-        session = self._streams.speaking(replica)
-        if session is not None:
-            outcome = stream_pb2.Outcome(rank=rank, predicted=predicted, reported=reported)
-            session.send_credit(stream_pb2.SchedulerMessage(outcome=outcome))
-
-    def first_token(self, decision_id: str, decision: Decision) -> None:
-        """Its prefill is over: it no longer stands before others."""
+    def release(
+        self, decision_id: str, decision: Decision, now: float, *, served: bool = False
+    ) -> None:
+        """The request no longer runs there: nothing waits for it, and no credit stands for it. `served`: it ran there to
+        its end."""
+        if served:
+            self.first_token(decision_id, decision, now, just_now=False)
+        self._learner.lost(decision_id, decision, now)
         replica = self._fleet.get(decision.replica)
         rank = replica.ranks.get(decision.rank) if replica else None
-        if rank is not None and decision_id in rank.dispatches:
-            before = rank.dispatches[decision_id]
-            rank.dispatches[decision_id] = Dispatch(
-                before.at, before.work_s, before.number, first_token=True
+        waited = False
+        if rank is not None:
+            rank.dispatches.pop(decision_id, None)
+            waited = rank.backlog.withdrawn(decision_id, now)
+        if self._credits.end(decision_id) is not None or waited:
+            self._tell_peers(
+                decision,
+                credit_ended=stream_pb2.CreditEnded(decision_id=decision_id, origin=decision.owner),
             )
+
+    def _footings(self, options: Sequence[Option]) -> dict[tuple[str, int], Footing]:
+        """Before the credit of this dispatch opens. Not of ranks whose stream is cut, cold or in doubt."""
+        found = {}
+        for replica, rank, *_ in options:
+            index = self._fleet.index(replica.model)
+            if index is None or not (replica.connected and rank.warm) or rank.doubted:
+                continue
+            credited = index.credits(replica.number, rank.number) > 0
+            key = replica.name, rank.number
+            found[key] = Footing(rank.incarnation, rank.engine_seq, credited)
+        return found
+
+    def tell(
+        self, target: tuple[str, int], predicted: int, reported: int, footing: Footing, age_s: float
+    ) -> None:
+        """The relay of a replica hears what became of a prompt that ran there, in tokens, `age_s` after the prediction."""
+        replica, rank = target
+        session = self._streams.speaking(replica)
+        if session is not None:
+            outcome = stream_pb2.Outcome(
+                rank=rank,
+                predicted=predicted,
+                reported=reported,
+                incarnation=footing.incarnation,
+                engine_seq=footing.engine_seq,
+                age_s=max(0.0, age_s),
+            )
+            session.send_credit(stream_pb2.SchedulerMessage(outcome=outcome))
+
+    def first_token(
+        self, decision_id: str, decision: Decision, now: float, *, just_now: bool = True
+    ) -> None:
+        """Its prefill is over: it no longer stands before others. `just_now`: not only told now."""
+        replica = self._fleet.get(decision.replica)
+        rank = replica.ranks.get(decision.rank) if replica else None
+        if replica is None or rank is None:
+            return
+        before = rank.dispatches.get(decision_id)
+        if before.first_token if before is not None else decision_id not in rank.backlog:
+            return
+        if before is not None:
+            rank.dispatches[decision_id] = replace(before, first_token=True)
+        if not just_now:
+            rank.backlog.served(decision_id, replica.speeds_of(rank), now)
+            return
+        rank.backlog.started(decision_id, replica.speeds_of(rank), now)
+        self._tell_peers(
+            decision,
+            prefill_ended=stream_pb2.PrefillEnded(decision_id=decision_id, origin=decision.owner),
+        )
+
+    def _tell_peers(self, decision: Decision, **body: Any) -> None:
+        session = self._streams.speaking(decision.replica)
+        if session is not None and self._settings.credit:
+            session.send_credit(stream_pb2.SchedulerMessage(**body))

@@ -4,8 +4,12 @@
     ├── InvalidRequest        INVALID_ARGUMENT     the caller sent something malformed: names the field
     ├── ModelUnknown          NOT_FOUND            nobody announced that model
     ├── TargetUnknown         NOT_FOUND            none of the targets that the request allows is known
+    ├── ReplicaUnknown        NOT_FOUND            no relay has spoken for that replica here
     ├── NoReplicas            UNAVAILABLE          every known target is excluded or away
-    ├── DeadlineUnreachable   RESOURCE_EXHAUSTED   no target can answer in time
+    ├── NotAdmitted           RESOURCE_EXHAUSTED   turned away early
+    │   ├── DeadlineUnreachable                    no target can answer before the request's deadline
+    │   ├── TargetUnreachable                      none can within the target of the request's class
+    │   └── QueueFull                              more work waits everywhere than that class may wait for
     ├── OwnerSilent           UNAVAILABLE          the scheduler that decided may have counted the report, or not
     └── Refused               (given)
         ├── AccessRefused     (given)              the caller has not proven who it is, or may not do this
@@ -84,6 +88,13 @@ class TargetUnknown(SchedulerError):
     reason = "TARGET_UNKNOWN"
 
 
+class ReplicaUnknown(SchedulerError):
+    """Neither a relay nor the configuration names this replica."""
+
+    code = code_pb2.NOT_FOUND
+    reason = "REPLICA_UNKNOWN"
+
+
 class NoReplicas(SchedulerError):
     """Targets are known, but none may be used now."""
 
@@ -91,11 +102,29 @@ class NoReplicas(SchedulerError):
     reason = "NO_REPLICAS"
 
 
-class DeadlineUnreachable(SchedulerError):
-    """No target is expected to give the first token before the deadline."""
+class NotAdmitted(SchedulerError):
+    """The request is turned away early."""
 
     code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "NOT_ADMITTED"
+
+
+class DeadlineUnreachable(NotAdmitted):
+    """No target is expected to give the first token before the deadline."""
+
     reason = "DEADLINE_UNREACHABLE"
+
+
+class TargetUnreachable(NotAdmitted):
+    """No target is expected to give the first token within what the request's class is promised."""
+
+    reason = "TARGET_UNREACHABLE"
+
+
+class QueueFull(NotAdmitted):
+    """The room that is left is kept for more important classes."""
+
+    reason = "QUEUE_FULL"
 
 
 class OwnerSilent(SchedulerError):

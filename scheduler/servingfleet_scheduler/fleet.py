@@ -12,7 +12,9 @@ from servingfleet_core import Index, Match
 from servingfleet_core import Profile as CoreProfile
 from servingfleet_protos.v1 import common_pb2, stream_pb2
 
-from .hello import core_profile
+from .backlog import Backlog
+from .eviction import Inserted
+from .hello import core_profile, rules_of
 from .replicas import HISTORY_LOST, LIVE, NO_RELAY, RESYNCING, Rank, Replica
 from .settings import SchedulerSettings, StaticReplica
 
@@ -63,12 +65,21 @@ class Fleet:
         return self._indexes.get(model)
 
     def match(
-        self, model: str, hashes: bytes, prompt_tokens: int, *, pairs: bool | None, no_reuse: bool
+        self,
+        model: str,
+        hashes: bytes,
+        prompt_tokens: int,
+        *,
+        pairs: bool | None,
+        no_reuse: bool,
+        now: float | None = None,
     ) -> list[tuple[Replica, Rank, Match | None]]:
-        """What each rank would reuse; no match: nothing. `pairs`: only replicas of that key form; None: all."""
+        """What each rank would reuse; no match: nothing. `pairs`: only replicas of that key form; None: all. `now`: for
+        how long it was not used."""
+        index = self._indexes[model]
         matches = {
             (match.replica, match.rank): match
-            for match in self._indexes[model].match(hashes, prompt_tokens, no_reuse=no_reuse)
+            for match in index.match(hashes, prompt_tokens, no_reuse=no_reuse, now=now)
         }
         return [
             (replica, rank, matches.get((number, rank.number)))
@@ -76,6 +87,24 @@ class Fleet:
             if pairs is None or replica.pairs == pairs
             for rank in replica.ranks.values()
         ]
+
+    def idle(
+        self, replica: Replica, rank: int, hashes: bytes, now: float
+    ) -> list[tuple[int, float | None]]:
+        """For how long a rank has not used blocks of a prompt: stretches of blocks, seconds or None."""
+        return self._indexes[replica.model].idle(replica.number, rank, hashes, now)
+
+    def predicted(self, replica: Replica, rank: Rank, hashes: bytes, prompt_tokens: int) -> int:
+        """Tokens that a rank is predicted to reuse of a prompt, of which only these are known."""
+        # The last token is always computed anew, and with it goes the last key that is a pair.
+        least = len(hashes) // HASH_BYTES * self._settings.block_tokens
+        counted = max(least, prompt_tokens - replica.pairs)
+        found = self._indexes[replica.model].match(hashes, counted)
+        return sum(
+            match.predicted
+            for match in found
+            if (match.replica, match.rank) == (replica.number, rank.number)
+        )
 
     def warm(self) -> float | None:
         """Share of ranks with a relay whose snapshot is complete; None: no such rank."""
@@ -109,6 +138,7 @@ class Fleet:
             endpoint=hello.endpoint or (static.endpoint if static else ""),
         )
         replica.static = static
+        replica.draining_by = known.draining_by if known else set()
         replica.engine = hello.profile.engine
         replica.engine_version = hello.profile.engine_version
         replica.labels = dict(hello.labels)
@@ -124,8 +154,11 @@ class Fleet:
             )
             before = known.ranks.get(said.rank) if known else None
             if before is not None and known is not None and known.model == hello.model:
-                rank.dispatches = before.dispatches
+                rank.dispatches, rank.backlog = before.dispatches, before.backlog
                 rank.last_dispatch = before.last_dispatch
+                rank.pace = before.pace
+                if rank.incarnation == before.incarnation:
+                    rank.breaker = before.breaker
             replica.ranks[rank.number] = rank
             self._publish(replica, rank)
         return replica
@@ -146,7 +179,7 @@ class Fleet:
         """Raises SessionRefused for a profile that can't be read."""
         core = core_profile(profile, block_tokens=self._settings.block_tokens)
         self._indexes[replica.model].set_profile(replica.number, core)
-        replica.profile = profile
+        replica.profile, replica.rules = profile, rules_of(profile)
         replica.engine, replica.engine_version = profile.engine, profile.engine_version
 
     def expire(self, now: float) -> list[str]:
@@ -160,7 +193,7 @@ class Fleet:
         for replica in gone:
             self._remove(replica)
             if replica.static is not None:
-                self._add_static(replica.static)
+                self._add_static(replica.static).draining_by = replica.draining_by
         return [replica.name for replica in gone]
 
     # Writing: ranks
@@ -193,9 +226,21 @@ class Fleet:
         rank.warm, rank.doubted = False, True
         self._publish(replica, rank)
 
-    def apply(self, replica: Replica, delta: stream_pb2.Delta) -> str | None:
+    def touch(self, replica: Replica, rank: int, hashes: bytes, tokens: int, now: float) -> None:
+        """A declared rank is about to reuse so many tokens of a prompt."""
+        blocks = -(-tokens // self._settings.block_tokens)
+        if blocks:
+            used = hashes[: blocks * HASH_BYTES]
+            self._indexes[replica.model].touch(replica.number, rank, used, now)
+
+    def apply(
+        self, replica: Replica, delta: stream_pb2.Delta, now: float | None = None
+    ) -> str | None:
         """Applies a delta of a declared rank, or says in a word why not; then nothing has changed."""
         index = self._indexes[replica.model]
+        rank = replica.ranks[delta.rank]
+        if not rank.warm:
+            now = None  # nobody knows since when it holds what a snapshot brings
         size = len(delta.hashes)
         if all(lane.lane != delta.lane for lane in replica.profile.lanes):
             return "unknown_lane"
@@ -209,17 +254,20 @@ class Fleet:
                     return "clear_with_hashes"
                 index.clear(replica.number, delta.rank, delta.lane)
             elif delta.op == stream_pb2.Delta.OP_DROP:
-                index.drop(replica.number, delta.rank, delta.lane, delta.hashes)
+                index.drop(replica.number, delta.rank, delta.lane, delta.hashes, now)
             elif delta.op == stream_pb2.Delta.OP_HOLD:
                 confidence = delta.confidence or stream_pb2.Delta.CONFIDENCE_CONFIRMED
-                index.hold(
+                new = index.hold(
                     replica.number,
                     delta.rank,
                     delta.lane,
                     confidence,
                     delta.parent,
                     delta.hashes,
+                    now,
                 )
+                if now is not None:
+                    self._inserted(rank, delta.lane, new, now)
             else:
                 return "unknown_op"
         except ValueError:
@@ -228,15 +276,23 @@ class Fleet:
 
     # Inside
 
+    def _inserted(self, rank: Rank, lane: int, blocks: int, now: float) -> None:
+        inserted = rank.inserted.get(lane)
+        if inserted is None:
+            inserted = rank.inserted[lane] = Inserted(now)
+        inserted.add(blocks * self._settings.block_tokens, now)
+
     def _restart(self, replica: Replica, rank: Rank, incarnation: int) -> None:
         index = self._indexes[replica.model]
         index.clear(replica.number, rank.number)
         index.close_credits(replica.number, rank.number)
         rank.incarnation = incarnation
         rank.engine_seq = None
-        rank.load = None
+        rank.inserted.clear()
+        rank.load = rank.adapters = rank.breaker = None
         # What was sent to the old life died with it.
         rank.dispatches.clear()
+        rank.backlog = Backlog()
 
     def _publish_all(self, replica: Replica) -> None:
         for rank in replica.ranks.values():
@@ -272,12 +328,13 @@ class Fleet:
             profile,
             endpoint=endpoint,
             speeds=self._settings.speeds,
+            rules=rules_of(profile),
         )
         self._numbers[model][replica.number] = replica
         self._replicas[name] = replica
         return replica
 
-    def _add_static(self, static: StaticReplica) -> None:
+    def _add_static(self, static: StaticReplica) -> Replica:
         # One plain attention lane, so that credits have somewhere to count.
         profile = stream_pb2.Profile(
             lanes=[
@@ -295,6 +352,7 @@ class Fleet:
         for number in range(static.ranks):
             replica.ranks[number] = Rank(number, reason="no relay has spoken")
             self._publish(replica, replica.ranks[number])
+        return replica
 
     def _remove(self, replica: Replica) -> None:
         self._indexes[replica.model].remove_replica(replica.number)

@@ -12,6 +12,7 @@ from servingfleet_core import Profile as CoreProfile
 from servingfleet_protos.v1 import common_pb2, stream_pb2
 
 from .errors import SessionRefused
+from .policy.rules import LoadRule, Overlap, Rules
 
 PROTOCOL_VERSION = 1
 MAX_REPLICA_BYTES = 253
@@ -20,6 +21,8 @@ MAX_MODEL_BYTES = 512
 MAX_TEXT_BYTES = 512
 """Engine, version, endpoint, reasons, label keys and values."""
 MAX_LABELS = 64
+MAX_RANK_FIELDS = 4
+MAX_RANK_FIELD_BYTES = 64
 MAX_LANES = 64
 MAX_RANK = 65_535
 
@@ -28,6 +31,11 @@ _CLASSES = frozenset(common_pb2.StateClass.values()) - {common_pb2.STATE_CLASS_U
 _STATES = frozenset(common_pb2.StreamState.values()) - {common_pb2.STREAM_STATE_UNSPECIFIED}
 _FORMS = frozenset(common_pb2.KeyForm.values())
 _CAPS = frozenset(stream_pb2.TierRule.Cap.values())
+_OVERLAPS = {
+    stream_pb2.TierRule.OVERLAP_UNSPECIFIED: Overlap.NONE,
+    stream_pb2.TierRule.OVERLAP_QUEUE: Overlap.QUEUE,
+    stream_pb2.TierRule.OVERLAP_COMPUTE: Overlap.COMPUTE,
+}
 
 
 def malformed(reason: str, message: str) -> SessionRefused:
@@ -87,6 +95,12 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
         raise malformed("PROFILE_LANES", f"{len(profile.lanes)} lanes; at most {MAX_LANES}")
     for name in ("engine", "engine_version"):
         _check_size(name, getattr(profile, name), 0, MAX_TEXT_BYTES)
+    if len(profile.rank_fields) > MAX_RANK_FIELDS:
+        raise malformed(
+            "PROFILE_RANK_FIELDS", f"{len(profile.rank_fields)} fields; at most {MAX_RANK_FIELDS}"
+        )
+    for name in profile.rank_fields:
+        _check_size("rank_fields", name, 1, MAX_RANK_FIELD_BYTES)
     if profile.key_form not in _FORMS:
         raise malformed("PROFILE_KEY_FORM", f"unknown key form {profile.key_form}")
     numbers: set[int] = set()
@@ -100,6 +114,12 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
         if rule.tier not in _TIERS or rule.tier in tiers or rule.cap not in _CAPS:
             raise malformed(
                 "PROFILE_TIERS", f"rule for tier {rule.tier} with cap {rule.cap}: unknown or second"
+            )
+        if rule.overlap not in _OVERLAPS or not 0.0 <= rule.overlap_share <= 1.0:
+            raise malformed(
+                "PROFILE_TIERS",
+                f"rule for tier {rule.tier} with overlap {rule.overlap} and a share of "
+                f"{rule.overlap_share}: unknown, or not between 0 and 1",
             )
         tiers.add(rule.tier)
     try:
@@ -129,6 +149,19 @@ def core_profile(profile: stream_pb2.Profile, *, block_tokens: int) -> CoreProfi
         )
     except (ValueError, OverflowError) as error:
         raise malformed("PROFILE", f"the core refuses the profile: {error}") from error
+
+
+def rules_of(profile: stream_pb2.Profile) -> Rules:
+    """What a profile that `core_profile` took says about time."""
+    said = {
+        rule.tier: LoadRule(_OVERLAPS[rule.overlap], rule.overlap_share, rule.always_loads)
+        for rule in profile.tiers
+    }
+    host, disk, shared = (
+        said.get(tier, LoadRule())
+        for tier in (common_pb2.TIER_HOST, common_pb2.TIER_DISK, common_pb2.TIER_SHARED)
+    )
+    return Rules(profile.mixed_steps, (host, disk, shared))
 
 
 def lanes_agree(before: stream_pb2.Profile, after: stream_pb2.Profile) -> bool:

@@ -75,6 +75,7 @@ class Ledger:
                 predicted=reuse.predicted,
                 lower=reuse.lower,
                 upper=reuse.upper,
+                expected=round(reuse.expected),
                 actual=actual,
             )
 

@@ -15,8 +15,10 @@ from servingfleet_core.figures import figures
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
 from .clock import Clock
+from .eviction import BINS
 from .gate import Gate
 from .ledger import by_model
+from .policy.speeds import TIER_NAMES
 from .service import Scheduler
 
 PREFIX = "servingfleet_scheduler_"
@@ -77,6 +79,7 @@ class _Collector(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._ledger()
         yield from self._figures()
+        yield from self._evictions()
         yield from self._streams()
         yield from self._tables()
         yield from self._relays()
@@ -92,6 +95,7 @@ class _Collector(Collector):
             "prompt": "Prompt tokens of joined pairs.",
             "best": "Longest reuse predicted on any replica, tokens of joined pairs.",
             "predicted": "Tokens predicted to be reused, of joined pairs.",
+            "expected": "Tokens that the cost counted on, of joined pairs.",
             "actual": "Tokens reported reused, of joined pairs.",
             "agreed": "Tokens predicted and reported reused.",
             "erroneous": "Tokens predicted but not reported reused.",
@@ -101,6 +105,7 @@ class _Collector(Collector):
             "prompt": "prompt_tokens",
             "best": "best_tokens",
             "predicted": "predicted_tokens",
+            "expected": "expected_tokens",
             "actual": "actual_tokens",
             "agreed": "agreed_tokens",
             "erroneous": "erroneous_credit_tokens",
@@ -126,6 +131,14 @@ class _Collector(Collector):
             routes.add_metric([model, word], count)
         yield routes
         yield _counts("route_refusals", "Routes refused.", self._scheduler.refusals)
+        turned_away = CounterMetricFamily(
+            f"{PREFIX}class_rejections",
+            "Requests turned away early, by class (least priority; empty: only a deadline) and reason.",
+            labels=["model", "class", "reason"],
+        )
+        for labels, count in self._scheduler.admission.rejections.items():
+            turned_away.add_metric(labels, count)
+        yield turned_away
 
     def _figures(self) -> Iterator[Metric]:
         rows, _ = self._scheduler.ledger.rows(self._clock())
@@ -142,6 +155,23 @@ class _Collector(Collector):
                 family.add_metric([model, figure.name, "low"], figure.low)
                 family.add_metric([model, figure.name, "high"], figure.high)
         yield family
+
+    def _evictions(self) -> Iterator[Metric]:
+        families = {
+            "pairs": "Outcomes, by the chance of eviction that their decision was told.",
+            "gone": "Those of them whose last predicted block was gone.",
+            "told": "Sum of the chances: as many should be gone.",
+        }
+        labels = ["pool", "tier", "chance"]
+        rows = self._scheduler.expectations.evictions.reliability.items()
+        for name, text in families.items():
+            family = CounterMetricFamily(f"{PREFIX}eviction_{name}", text, labels=labels)
+            for (pool, tier), row in rows:
+                for number, count in enumerate(getattr(row, name)):
+                    if row.pairs[number]:
+                        chance = f"{number / BINS:.1f}-{(number + 1) / BINS:.1f}"
+                        family.add_metric([pool, TIER_NAMES[tier - 1], chance], count)
+            yield family
 
     def _streams(self) -> Iterator[Metric]:
         streams = self._scheduler.streams
@@ -176,6 +206,17 @@ class _Collector(Collector):
             "Credits not opened, a limit being reached.",
             value=scheduler.credits.refused,
         )
+        disagreement = scheduler.disagreement
+        for name, text, value in (
+            ("samples", "Peers' predictions compared with the own.", disagreement.samples),
+            ("prompt_tokens", "Prompt tokens of those.", disagreement.prompt),
+            (
+                "difference_tokens",
+                "Tokens by which the two predictions of a prompt differ, added up.",
+                disagreement.difference,
+            ),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}peer_prediction_{name}", text, value=value)
         yield _gauge("decisions_open", "Decisions without outcome.", len(scheduler.decisions))
         yield CounterMetricFamily(
             f"{PREFIX}decisions_forgotten",

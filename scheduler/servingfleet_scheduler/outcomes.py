@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
-from .decisions import Decisions, Pending
+from .decisions import Decisions, Footing, Pending
 from .errors import InvalidRequest
+from .eviction import Tail
+from .health import Health
 from .hello import MAX_REPLICA_BYTES
+from .learner import Learner
 from .ledger import Ledger
+from .pins import Pins
 from .policy.candidate import Reuse
-from .requests import check_size
+from .requests import MAX_FALLBACKS, check_size
 from .tokens import BadToken, Decision, ForeignToken
 
 Request = routing_pb2.ReportRequest
@@ -47,6 +52,14 @@ _ENDS = frozenset(
 )
 
 
+class Release(Protocol):
+    """Ends a decision's credit and its dispatch. `served`: the request ran to its end where it was sent."""
+
+    def __call__(
+        self, decision_id: str, decision: Decision, now: float, *, served: bool = False
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """Joins reports. `read_token` gives a decision id's content, `release` ends its credit and its dispatch."""
@@ -56,10 +69,16 @@ class Outcomes:
     decisions: Decisions
     ledger: Ledger
     read_token: Callable[[str], Decision]
-    release: Callable[[str, Decision], None]
-    first_token: Callable[[str, Decision], None]
-    tell: Callable[[str, int, int, int], None]
-    """The replica's relay hears of an outcome: replica, rank, tokens predicted and tokens reported."""
+    release: Release
+    first_token: Callable[[str, Decision, float], None]
+    tell: Callable[[tuple[str, int], int, int, Footing, float], None]
+    """The target's relay hears of an outcome: tokens predicted and tokens reported, what the prediction rested on, and its
+    age in seconds."""
+    learned: Callable[[tuple[str, int], Reuse, Tail | None, int, float], None]
+    """An outcome of a decision that is remembered: target, prediction and where it ends, tokens reported, time."""
+    health: Health
+    learner: Learner
+    pins: Pins
 
     def report(self, report: Request, now: float) -> Response:
         """Raises InvalidRequest for an id that is none, or counts that can't be; both are counted, and end nothing."""
@@ -71,27 +90,54 @@ class Outcomes:
         except ForeignToken:
             return self._set_aside("unknown_decision", now, None)
         self._check(report, decision, now)
+        if not self.decisions.ended(report.decision_id):
+            self._heard(report, decision, now)
         if report.stage not in _ENDS:
-            return self._progress(report, decision)
+            return self._progress(report, decision, now)
         decision_id = report.decision_id
         if self.decisions.ended(decision_id):
             response = self._set_aside("duplicate", now, decision)
             response.disposition = Response.DISPOSITION_DUPLICATE
             return response
         pending = self.decisions.end(decision_id, now)
-        self.release(decision_id, decision)
+        self.release(decision_id, decision, now, served=served(report, decision))
         if now - decision.at > self.ttl_s:
             response = self._set_aside("late", now, decision)
             response.disposition = Response.DISPOSITION_LATE
             return response
         return self._end(report, decision, pending, now)
 
-    def _progress(self, report: Request, decision: Decision) -> Response:
+    def _heard(self, report: Request, decision: Decision, now: float) -> None:
+        """What it says of the engines that had it, whether it can be joined or not."""
+        pending = self.decisions.get(report.decision_id)
+        own, ran = (decision.replica, decision.rank), ran_target(report, decision)
+        self.learner.heard(report, decision, ran, now)
+        failed = [(each.replica or decision.replica, each.rank) for each in report.failed_on]
+        if report.stage == Request.STAGE_FAILED:
+            failed.append(ran)
+        told = pending.failed if pending is not None else set[tuple[str, int]]()
+        # Of a decision that is forgotten only its end can come once.
+        if pending is not None or report.stage in _ENDS:
+            for target in failed:
+                if target not in told and len(told) <= MAX_FALLBACKS:
+                    told.add(target)
+                    self.health.failed(target, decision.at, now)
+        if report.stage == Request.STAGE_FIRST_TOKEN:
+            self.health.answered(ran, decision.at, now)
+        elif report.stage in (Request.STAGE_UNSPECIFIED, Request.STAGE_FINISHED):
+            self.health.finished(ran, decision.at, now)
+        if ran != own or report.stage == Request.STAGE_ABORTED:
+            self.health.aborted(own, decision.at)
+        if ran != own and pending is not None and self.pins.get(pending.session, now):
+            # What it leaves in a cache is there.
+            self.pins.note(pending.session, *ran, now)
+
+    def _progress(self, report: Request, decision: Decision, now: float) -> Response:
         if ran_target(report, decision) != (decision.replica, decision.rank):
             # Not there: nothing to wait for, nothing to credit.
-            self.release(report.decision_id, decision)
+            self.release(report.decision_id, decision, now)
         elif report.stage == Request.STAGE_FIRST_TOKEN:
-            self.first_token(report.decision_id, decision)
+            self.first_token(report.decision_id, decision, now)
         return Response(disposition=Response.DISPOSITION_NOTED, detail="not the end yet")
 
     def _end(
@@ -112,7 +158,7 @@ class Outcomes:
             decision.lower,
             decision.predicted,
             decision.upper,
-            decision.predicted,
+            decision.expected,
         )
         if target != (decision.replica, decision.rank):
             self.ledger.set_aside("ran_elsewhere", now, decision.model, decision.replica)
@@ -134,15 +180,20 @@ class Outcomes:
             actual=report.cached_tokens,
             own=own,
         )
-        # More than predicted, but not more than called possible: that says nothing against the stream.
         actual = report.cached_tokens
-        honest = reuse.predicted <= actual <= reuse.upper
-        self.tell(*target, actual if honest else reuse.predicted, actual)
+        footing = pending.footings.get(target) if pending else None
+        if footing is not None:
+            # What rests on credits may not have been computed in time.
+            predicted = reuse.lower if footing.credited else reuse.predicted
+            # More than predicted, but not more than called possible: that says nothing against the stream.
+            honest = predicted <= actual <= reuse.upper
+            self.tell(target, actual if honest else predicted, actual, footing, now - decision.at)
         if pending is None:
             return Response(
                 disposition=Response.DISPOSITION_ORPHAN_JOIN,
                 detail="this scheduler does not remember the decision: counted from its id",
             )
+        self.learned(target, reuse, pending.tails.get(target), actual, now)
         return Response(disposition=Response.DISPOSITION_JOINED)
 
     def _check(self, report: Request, decision: Decision, now: float) -> None:
@@ -170,6 +221,12 @@ class Outcomes:
         )
 
 
+def served(report: Request, decision: Decision) -> bool:
+    """It ran to its end where it was sent."""
+    ended_well = report.stage in (Request.STAGE_UNSPECIFIED, Request.STAGE_FINISHED)
+    return ended_well and ran_target(report, decision) == (decision.replica, decision.rank)
+
+
 def ran_target(report: Request, decision: Decision) -> tuple[str, int]:
     """Where the request really ran."""
     if not report.HasField("ran_on"):
@@ -181,6 +238,12 @@ def _check_counts(report: Request) -> None:
     if report.stage not in _STAGES:
         raise InvalidRequest("stage", f"is {report.stage}, which this release does not know")
     check_size("ran_on.replica", report.ran_on.replica, 0, MAX_REPLICA_BYTES)
+    if len(report.failed_on) > MAX_FALLBACKS:
+        raise InvalidRequest(
+            "failed_on", f"has {len(report.failed_on)} targets; at most {MAX_FALLBACKS}"
+        )
+    for each in report.failed_on:
+        check_size("failed_on.replica", each.replica, 0, MAX_REPLICA_BYTES)
     if report.HasField("prompt_tokens"):
         if not report.prompt_tokens:
             raise InvalidRequest("prompt_tokens", "is 0; leave it out if the engine did not say")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from servingfleet_protos.v1 import common_pb2, stream_pb2
 
-from .backlog import Dispatch, Load
+from .backlog import Backlog, Dispatch, Echo, Load
+from .breaker import Breaker
+from .eviction import Inserted
+from .learning import Pace
+from .policy.rules import UNKNOWN, Rules
 from .policy.speeds import DEFAULTS, Speeds
 from .settings import StaticReplica
 
@@ -15,6 +20,13 @@ HISTORY_LOST = common_pb2.STREAM_STATE_HISTORY_LOST
 RESYNCING = common_pb2.STREAM_STATE_RESYNCING
 UNPROVEN = common_pb2.STREAM_STATE_UNPROVEN
 NO_RELAY = common_pb2.STREAM_STATE_UNSPECIFIED
+
+
+class Adapters(NamedTuple):
+    """What an engine said at `read_at` that it has loaded, by the names that requests use."""
+
+    names: frozenset[str]
+    read_at: float
 
 
 @dataclass(slots=True)
@@ -30,10 +42,23 @@ class Rank:
     """Its snapshot has ended at this scheduler."""
     doubted: bool = False
     """Something of it could not be applied since its last snapshot began."""
+    inserted: dict[int, Inserted] = field(default_factory=dict)
+    """What its engine stored of late, by lane."""
     load: Load | None = None
     dispatches: dict[str, Dispatch] = field(default_factory=dict)
     """Sent there by this scheduler and not yet ended, by decision id."""
+    backlog: Backlog = field(default_factory=Backlog)
+    """Work ahead, of whatever scheduler."""
+    echo: Echo = field(default_factory=Echo)
+    speeds: Speeds | None = None
+    """As learned when something was sent there last; None: nothing was."""
     last_dispatch: int = 0
+    adapters: Adapters | None = None
+    """None: its engine does not say."""
+    breaker: Breaker | None = None
+    """None: nothing has failed there in this life of its engine."""
+    pace: Pace | None = None
+    """How fast it is, as learned. None: it was never considered."""
 
 
 @dataclass(slots=True)
@@ -48,8 +73,12 @@ class Replica:
     engine: str = ""
     engine_version: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    draining_by: set[str] = field(default_factory=set)
+    """Who drains it; empty: it takes requests."""
     speeds: Speeds = DEFAULTS
-    """Of its pool."""
+    """Of its pool, as the operator says: what learning starts from."""
+    rules: Rules = UNKNOWN
+    """What its profile says about time."""
     ranks: dict[int, Rank] = field(default_factory=dict)
     connected: bool = False
     """A relay's stream is open."""
@@ -63,6 +92,10 @@ class Replica:
     def pairs(self) -> bool:
         """Its blocks are hashed as pairs of tokens."""
         return self.profile.key_form == common_pb2.KEY_FORM_PAIR
+
+    def speeds_of(self, rank: Rank) -> Speeds:
+        """Of a rank, as known last."""
+        return rank.speeds or self.speeds
 
     def state(self, rank: Rank) -> common_pb2.StreamState.ValueType:
         """What the rank's stream is worth: a closed stream proves nothing."""

@@ -1,4 +1,4 @@
-"""The gRPC edge of the fleet's figures and streams."""
+"""The gRPC edge of the fleet's figures, of its streams, and of who takes requests."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.ListReplicasRequest, context: Context
     ) -> fleet_pb2.ListReplicasResponse:
         return await answer(context, lambda: self._scheduler.list_replicas(request, self._clock()))
+
+    async def SetDraining(
+        self, request: fleet_pb2.SetDrainingRequest, context: Context
+    ) -> fleet_pb2.SetDrainingResponse:
+        return await answer(context, lambda: self._scheduler.set_draining(request))

@@ -1,11 +1,11 @@
-"""Checks what a routing request says beside its prompt, and which targets it allows. Pure."""
+"""Checks what a routing request says beside its prompt, and which targets it names. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from servingfleet_protos.v1 import common_pb2, routing_pb2
+from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 
 from .errors import InvalidRequest
 from .hello import MAX_MODEL_BYTES, MAX_REPLICA_BYTES
@@ -13,6 +13,11 @@ from .hello import MAX_MODEL_BYTES, MAX_REPLICA_BYTES
 MAX_ID_BYTES = 256
 MAX_TARGETS = 4096
 MAX_FALLBACKS = 16
+MAX_LABELS = 16
+MAX_LABEL_BYTES = 512
+"""Of a key, and of a value: what a relay may say of its replica."""
+MAX_DRAINERS = 8
+MAX_DRAINER_BYTES = 64
 
 
 def check_route_request(request: routing_pb2.RouteRequest) -> None:
@@ -25,6 +30,13 @@ def check_route_request(request: routing_pb2.RouteRequest) -> None:
             raise InvalidRequest(name, f"has {len(targets)} targets; at most {MAX_TARGETS}")
         for index, target in enumerate(targets):
             check_size(f"{name}[{index}].replica", target.replica, 0, MAX_REPLICA_BYTES)
+    if request.pin_session and not request.session_id:
+        raise InvalidRequest("pin_session", "is true and session_id is empty: stay with what?")
+    if len(request.labels) > MAX_LABELS:
+        raise InvalidRequest("labels", f"has {len(request.labels)}; at most {MAX_LABELS}")
+    for key, value in request.labels.items():
+        check_size("labels", key, 1, MAX_LABEL_BYTES)
+        check_size("labels", value, 0, MAX_LABEL_BYTES)
     if request.HasField("deadline_s") and not 0.0 <= request.deadline_s < math.inf:
         raise InvalidRequest(
             "deadline_s", f"is {request.deadline_s}; expected seconds from now, finite"
@@ -33,6 +45,12 @@ def check_route_request(request: routing_pb2.RouteRequest) -> None:
         raise InvalidRequest(
             "max_fallbacks", f"is {request.max_fallbacks}; at most {MAX_FALLBACKS}"
         )
+
+
+def check_draining_request(request: fleet_pb2.SetDrainingRequest) -> None:
+    """Raises InvalidRequest naming the first field that can't be right."""
+    check_size("replica", request.replica, 1, MAX_REPLICA_BYTES)
+    check_size("by", request.by, 1, MAX_DRAINER_BYTES)
 
 
 def check_size(field: str, value: str, least: int, most: int) -> None:
@@ -48,12 +66,3 @@ def names(targets: Iterable[common_pb2.Target], replica: str, rank: int) -> bool
         target.replica in ("", replica) and (not target.HasField("rank") or target.rank == rank)
         for target in targets
     )
-
-
-def refusal(request: routing_pb2.RouteRequest, replica: str, rank: int) -> str:
-    """Why the request itself rules this rank out; empty if it does not."""
-    if request.only and not names(request.only, replica, rank):
-        return "not among `only`"
-    if names(request.exclude, replica, rank):
-        return "excluded by the request"
-    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grpc
+
 from servingfleet_protos.v1 import routing_pb2, routing_pb2_grpc
 
 from .clock import Clock
@@ -26,8 +28,20 @@ class RouterServicer(routing_pb2_grpc.RouterServicer):
     async def Route(
         self, request: routing_pb2.RouteRequest, context: Context
     ) -> routing_pb2.RouteResponse:
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0.0:
+            # It has waited for its turn too long: whoever asked is gone, and would not report what becomes of it.
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "its deadline is over")
         with self._metrics.route():
-            return await answer(context, lambda: self._scheduler.route(request, self._clock()))
+            response = await answer(context, lambda: self._scheduler.route(request, self._clock()))
+
+        def ended(call: Context) -> None:
+            # Not "cancelled": of what the caller cancels gRPC only says that no answer went out.
+            if not call.done():
+                self._scheduler.withdraw(response.decision_id, self._clock())
+
+        context.add_done_callback(ended)  # type: ignore[arg-type]  # its stub takes no functions
+        return response
 
     async def Explain(
         self, request: routing_pb2.RouteRequest, context: Context

@@ -14,29 +14,38 @@ from servingfleet_core.reports import reuse_report
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2
 
 from . import answers
-from .admission import admit, earliest_seconds
+from .admission import Admission, Limit
 from .candidates import Considered, basis, options
+from .constraints import still_allows
 from .credits import Credits
 from .decisions import Decisions
 from .dispatches import Dispatches
 from .errors import (
-    DeadlineUnreachable,
     InvalidRequest,
     ModelUnknown,
     NoReplicas,
+    NotAdmitted,
+    ReplicaUnknown,
     SchedulerError,
     TargetUnknown,
 )
+from .eviction import Tail
+from .expectation import Expectations
 from .fleet import Fleet
+from .health import Health
+from .learner import Learner
 from .ledger import Ledger, Row, by_model
+from .memory import Memory
 from .outcomes import Outcomes
+from .pins import Pin, Pins
 from .policy import make_policy
+from .policy.candidate import Estimate, Reuse
 from .policy.estimate import estimate, estimates
 from .prompts import prepare
-from .requests import check_route_request, names
+from .requests import MAX_DRAINERS, check_draining_request, check_route_request, names
 from .sessions import Session
 from .settings import SchedulerSettings
-from .streams import Streams
+from .streams import Disagreement, Streams
 from .tokens import BadToken, Decision, ForeignToken, Tokens
 
 RETRY_NO_REPLICAS_S = 2.0
@@ -81,8 +90,9 @@ class Scheduler:
             max_open=settings.max_decisions,
             max_ended=settings.max_ended,
         )
+        self.pins = Pins(token_key, most=settings.max_pins, ttl_s=settings.pin_ttl_s)
         self.streams = Streams(
-            self.fleet, self.credits, settings, instance_id, self.decisions.ended
+            self.fleet, self.credits, self.pins, settings, instance_id, self.decisions.ended
         )
         self.ledger = Ledger(
             started=now,
@@ -94,7 +104,15 @@ class Scheduler:
         """Decisions by model and basis."""
         self.refusals: Counter[str] = Counter()
         """Routes refused, by reason."""
-        self._policy = make_policy(settings.policy)
+        self.pinning: Counter[str] = Counter()
+        """Decisions that were to stay where their session was: kept, moved, or new to this scheduler."""
+        self.last_resorts = 0
+        """Decisions for a target on which requests keep failing, there being no other."""
+        self.expectations = Expectations(learn=settings.learn)
+        self.admission = Admission(settings.admission, rng)
+        self.learner = Learner(self.fleet, settings)
+        self._policy = make_policy(settings.policy, settings.explore_share)
+        self._memory = Memory(max_ranks=settings.max_replicas) if self._policy.from_memory else None
         self._rng = rng
         self._tokens = Tokens(token_key)
         self._dispatches = Dispatches(
@@ -102,7 +120,9 @@ class Scheduler:
             self.credits,
             self.decisions,
             self.streams,
+            self.learner,
             settings,
+            memory=self._memory,
             write_token=self._tokens.write,
             instance_id=instance_id,
             address=address,
@@ -118,6 +138,10 @@ class Scheduler:
             release=self._dispatches.release,
             first_token=self._dispatches.first_token,
             tell=self._dispatches.tell,
+            learned=self._learned,
+            health=Health(self.fleet, settings.breaker, rng),
+            learner=self.learner,
+            pins=self.pins,
         )
 
     # Relay streams
@@ -131,7 +155,7 @@ class Scheduler:
     def route(self, request: routing_pb2.RouteRequest, now: float) -> routing_pb2.RouteResponse:
         """Picks a target, opens its credit, remembers the decision.
 
-        Raises InvalidRequest, ModelUnknown, TargetUnknown, NoReplicas, DeadlineUnreachable.
+        Raises InvalidRequest, ModelUnknown, TargetUnknown, NoReplicas, NotAdmitted.
         """
         try:
             return self._route(request, now)
@@ -147,13 +171,15 @@ class Scheduler:
         rng = random.Random()
         rng.setstate(self._rng.getstate())
         considered = self._consider(request, now, rng)
-        fitting, refused = [], []
+        limit = self._limit(request)
+        fitting: list[tuple[Estimate, str]] = []
+        refused: list[tuple[Estimate, str]] = []
         for each in considered.ordered:
-            earliest = earliest_seconds(each.candidate)
-            if request.HasField("deadline_s") and earliest > request.deadline_s:
-                refused.append((each, f"{earliest:.3f} s is beyond the deadline"))
-            else:
-                fitting.append((each, ""))
+            why = self.admission.refused(request.model, each, limit, now)
+            (refused if why else fitting).append((each, why))
+        if refused and considered.pinned is None:
+            again = self._policy.order([each for each, _ in fitting], rng)
+            fitting = [(each, "") for each in again]
         for option in considered.options.values():
             if option.refused:
                 refused.append((estimate(option.candidate), option.refused))
@@ -177,6 +203,16 @@ class Scheduler:
         """What became of a decision. Raises InvalidRequest for an id that is none, or counts that can't be."""
         return self._outcomes.report(request, now)
 
+    def withdraw(self, decision_id: str, now: float) -> None:
+        """Whoever asked was gone before the answer: an abort, unless another call was given the same decision."""
+        pending = self.decisions.get(decision_id)
+        if pending is None:
+            return
+        pending.given -= 1
+        if not pending.given:
+            stage = routing_pb2.ReportRequest.STAGE_ABORTED
+            self.report(routing_pb2.ReportRequest(decision_id=decision_id, stage=stage), now)
+
     def owner_elsewhere(self, decision_id: str) -> str:
         """Address of the other scheduler whose decision this is. Empty: this one's, nobody's, or not to be reached."""
         if self.decisions.get(decision_id) is not None:
@@ -188,6 +224,11 @@ class Scheduler:
         # The owner was at this very address, and is gone: this process took its place.
         here = decision.owner == self.instance_id or decision.owner_address == self.address
         return "" if here else decision.owner_address
+
+    @property
+    def disagreement(self) -> Disagreement:
+        """How far its predictions are from its peers'."""
+        return self.streams.disagreement
 
     # The fleet
 
@@ -233,6 +274,33 @@ class Scheduler:
             replicas=replicas, warm=self.fleet.warm(), instance_id=self.instance_id
         )
 
+    def set_draining(self, request: fleet_pb2.SetDrainingRequest) -> fleet_pb2.SetDrainingResponse:
+        """Takes a replica out of routing in somebody's name, or takes that back. Idempotent.
+
+        Raises InvalidRequest, ReplicaUnknown.
+        """
+        check_draining_request(request)
+        replica = self.fleet.get(request.replica)
+        if replica is None:
+            raise ReplicaUnknown(
+                f"no relay has spoken for replica {request.replica!r}: expected a pod's uid, or a "
+                "configured id",
+                metadata={"replica": request.replica},
+            )
+        drainers = replica.draining_by
+        if not request.draining:
+            drainers.discard(request.by)
+        elif request.by not in drainers and len(drainers) >= MAX_DRAINERS:
+            raise InvalidRequest(
+                "by", f"would be one of more than {MAX_DRAINERS} that drain {request.replica!r}"
+            )
+        else:
+            drainers.add(request.by)
+        return fleet_pb2.SetDrainingResponse(
+            dispatched_requests=sum(len(rank.dispatches) for rank in replica.ranks.values()),
+            draining_by=sorted(drainers),
+        )
+
     def ready(self) -> Readiness:
         """How warm the index is."""
         return Readiness(
@@ -249,14 +317,26 @@ class Scheduler:
     def tick(self, now: float) -> None:
         """What is due: ends of credits, decisions without outcome, snapshot slots, replicas that are gone."""
         self.credits.expire(now)
+        self.pins.expire(now)
         for pending in self.decisions.expire(now):
             decision = pending.decision
-            self._dispatches.release(pending.response.decision_id, decision)
+            self._dispatches.release(pending.response.decision_id, decision, now)
             self.ledger.set_aside("expired", decision.at, decision.model, decision.replica)
         self.streams.tick(now)
         self.ledger.expire(now)
 
     # Inside
+
+    def _limit(self, request: routing_pb2.RouteRequest) -> Limit | None:
+        deadline_s = request.deadline_s if request.HasField("deadline_s") else None
+        return self.admission.limit(request.priority, deadline_s)
+
+    def _learned(
+        self, target: tuple[str, int], reuse: Reuse, tail: Tail | None, actual: int, now: float
+    ) -> None:
+        replica = self.fleet.get(target[0])
+        if replica is not None:
+            self.expectations.learn(replica, target[1], reuse, tail, actual, now)
 
     def _read_token(self, token: str) -> Decision:
         return self._tokens.read(token, self.fleet.models)
@@ -269,19 +349,30 @@ class Scheduler:
         considered = self._consider(request, now, self._rng)
         if not considered.ordered:
             raise NoReplicas(
-                f"all {len(considered.options)} targets of the model are excluded by the request",
+                f"none of the model's {len(considered.options)} targets may be chosen: "
+                f"{_reasons(considered)}",
                 metadata={"targets": str(len(considered.options))},
                 retry_s=RETRY_NO_REPLICAS_S,
             )
-        deadline_s = request.deadline_s if request.HasField("deadline_s") else None
         try:
-            admitted = admit(considered.ordered, deadline_s, self._rng)
-        except DeadlineUnreachable:
+            admitted = self.admission.admit(
+                request.model, considered.ordered, self._limit(request), now
+            )
+        except NotAdmitted:
             self.ledger.rejected(request.model, now)
             raise
+        if len(admitted) < len(considered.ordered) and considered.pinned is None:
+            # Chance had part in the order: only among those that it may choose from is it said truly how much.
+            admitted = self._policy.order(admitted, self._rng)
         response = self._dispatches.dispatch(request, considered, admitted, now)
         self.ledger.decided(request.model, response.target.replica, now)
         self.routes[request.model, response.basis] += 1
+        self.last_resorts += response.last_resort
+        if request.pin_session:
+            known = self.pins.get(considered.session, now)
+            self.pinning["kept" if response.pinned else "moved" if known else "new"] += 1
+        target = response.target
+        self.pins.note(considered.session, target.replica, target.rank, now)
         return response
 
     def _before(self, request: routing_pb2.RouteRequest) -> routing_pb2.RouteResponse | None:
@@ -293,10 +384,10 @@ class Scheduler:
             return None
         target = pending.response.target
         # A gateway that tries elsewhere excludes what failed: it wants a new decision.
-        if names(request.exclude, target.replica, target.rank) or (
-            request.only and not names(request.only, target.replica, target.rank)
-        ):
+        replica = self.fleet.get(target.replica)
+        if not still_allows(request, replica, (target.replica, target.rank)):
             return None
+        pending.given += 1
         return pending.response
 
     def _consider(
@@ -315,7 +406,16 @@ class Scheduler:
                 f"{', '.join(known[:10]) or 'none yet'}",
                 metadata={"known": str(len(known))},
             )
-        found = options(self.fleet, self.settings, request, prompt, now)
+        found, last_resort = options(
+            self.fleet,
+            self.settings,
+            request,
+            prompt,
+            now,
+            self.learner,
+            self.expectations,
+            self._memory,
+        )
         if request.only and not any(
             names(request.only, option.replica.name, option.rank.number) for option in found
         ):
@@ -324,8 +424,37 @@ class Scheduler:
                 metadata={"targets": str(len(found))},
             )
         allowed = [option.candidate for option in found if not option.refused]
+        ordered = self._policy.order(estimates(allowed), rng)
+        session = self.pins.session(request.model, request.session_id)
+        pin = self.pins.get(session, now) if request.pin_session else None
+        if pin is not None:
+            ordered = _pinned(ordered, pin)
+        stays = pin is not None and bool(ordered) and _is_at(ordered[0], pin)
         return Considered(
             prompt,
             {option.key: option for option in found},
-            self._policy.order(estimates(allowed), rng),
+            ordered,
+            last_resort=last_resort,
+            session=session,
+            pinned=(pin.replica, pin.rank) if pin is not None and stays else None,
         )
+
+
+def _pinned(ordered: list[Estimate], pin: Pin) -> list[Estimate]:
+    """The pin's target first, if it may be chosen: no chance has part in that."""
+    first = [each._replace(propensity=1.0) for each in ordered if _is_at(each, pin)]
+    if not first:
+        return ordered
+    return first + [each._replace(propensity=0.0) for each in ordered if not _is_at(each, pin)]
+
+
+def _is_at(estimate: Estimate, pin: Pin) -> bool:
+    candidate = estimate.candidate
+    return (candidate.replica, candidate.rank) == (pin.replica, pin.rank)
+
+
+def _reasons(considered: Considered) -> str:
+    """Why none of the targets may be chosen: the most frequent reasons."""
+    counts = Counter(option.refused for option in considered.options.values()).most_common()
+    told = ", ".join(f"{count} {why}" for why, count in counts[:3])
+    return f"{told}, and {len(counts) - 3} more reasons" if len(counts) > 3 else told

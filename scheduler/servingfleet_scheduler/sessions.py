@@ -11,16 +11,17 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from google.rpc import code_pb2
 
 from servingfleet_protos.v1 import stream_pb2
 
-from .backlog import Load
+from .backlog import Dispatch, Load
 from .errors import Refused, SessionRefused
 from .fleet import HASH_BYTES, MAX_DELTA_HASHES
 from .hello import known_state, lanes_agree, malformed
-from .replicas import Rank, Replica
+from .replicas import Adapters, Rank, Replica
 from .streams import Speaker, Streams
 
 UNSEQUENCED = frozenset({"load", "counters", "credential"})
@@ -28,6 +29,8 @@ MAX_DECISION_ID_BYTES = 1024
 MAX_ORIGIN_BYTES = 64
 MAX_CREDIT_S = 3600.0
 MAX_COUNTERS = 128
+MAX_ADAPTERS = 1024
+MAX_ADAPTER_BYTES = 512
 _COUNTER = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -237,7 +240,7 @@ class Session:
         rank = self._rank(replica, delta.rank)
         if rank is None:
             return
-        refused = self._streams.fleet.apply(replica, delta)
+        refused = self._streams.fleet.apply(replica, delta, now)
         if refused is not None:
             self._drop(refused)
             self._doubt(replica, rank, refused, now)
@@ -245,10 +248,13 @@ class Session:
     def _on_credit_opened(
         self, replica: Replica, credit: stream_pb2.CreditOpened, now: float
     ) -> None:
-        if credit.origin == self._streams.instance_id:
-            return
         rank = self._rank(replica, credit.rank)
         if rank is None:
+            return
+        if credit.origin == self._streams.instance_id:
+            sent = rank.dispatches.get(credit.decision_id)
+            if sent is not None:
+                rank.echo.heard(now - sent.at)
             return
         size = len(credit.hashes)
         blocks = size // HASH_BYTES
@@ -259,11 +265,16 @@ class Session:
             or blocks > MAX_DELTA_HASHES
             or blocks * self._streams.settings.block_tokens > credit.prompt_tokens
             or not 0.0 < credit.expires_s <= MAX_CREDIT_S
+            or not 0.0 <= credit.work_s < math.inf
+            or credit.predicted > credit.prompt_tokens
         ):
             self._drop("bad_credit")
             return
         if self._streams.over(credit.decision_id):
             return  # its outcome was reported here before the word of its dispatch came
+        self._streams.pins.note(credit.session, replica.name, rank.number, now)
+        if credit.HasField("predicted"):
+            self._streams.compare(replica, rank, credit)
         self._streams.credits.open(
             credit.decision_id,
             replica,
@@ -273,24 +284,46 @@ class Session:
             expires=now + credit.expires_s,
             origin=credit.origin,
         )
+        self._streams.fleet.touch(replica, rank.number, credit.hashes, credit.predicted, now)
+        if credit.work_s:
+            tokens = credit.prompt_tokens - credit.predicted
+            # Its word took about as long as that of an own one takes to come back.
+            dispatch = Dispatch(now - rank.echo.smoothed_s, credit.work_s, tokens=tokens)
+            rank.backlog.sent(credit.decision_id, dispatch, replica.speeds_of(rank))
+
+    def _on_prefill_ended(
+        self, replica: Replica, prefill: stream_pb2.PrefillEnded, now: float
+    ) -> None:
+        own = prefill.origin == self._streams.instance_id
+        for rank in replica.ranks.values():
+            sent = rank.dispatches.get(prefill.decision_id)
+            if own == (sent is None):
+                continue  # a relay speaks of others' only under their own name
+            if sent is not None:
+                # The first token was reported to another scheduler, or this is its echo.
+                rank.dispatches[prefill.decision_id] = replace(sent, first_token=True)
+            rank.backlog.started(prefill.decision_id, replica.speeds_of(rank), now)
 
     def _on_credit_ended(
         self, replica: Replica, credit: stream_pb2.CreditEnded, now: float
     ) -> None:
         own = credit.origin == self._streams.instance_id
         known = self._streams.credits.get(credit.decision_id)
-        if known is None and (own or self._streams.over(credit.decision_id)):
-            return  # the echo of what was ended here
         # A relay may end what stands on its own replica, and only under the name that opened it.
         origin = "" if own else credit.origin
-        if known is None or (known.replica, known.origin) != (replica.name, origin):
+        if known is not None and (known.replica, known.origin) != (replica.name, origin):
             self._drop("unknown_credit")
             return
-        self._streams.credits.end(credit.decision_id)
-        rank = replica.ranks.get(known.rank)
-        if own and rank is not None:
-            # The outcome was reported to another scheduler: nothing waits there for this one any more.
-            rank.dispatches.pop(credit.decision_id, None)
+        waited = False
+        for rank in replica.ranks.values():
+            if own == (credit.decision_id in rank.dispatches):
+                # The outcome was reported to another scheduler: nothing waits there for this one any more.
+                rank.dispatches.pop(credit.decision_id, None)
+                waited = rank.backlog.withdrawn(credit.decision_id, now) or waited
+        if known is not None:
+            self._streams.credits.end(credit.decision_id)
+        elif not (waited or own or self._streams.over(credit.decision_id)):
+            self._drop("unknown_credit")  # not the echo of what was ended here
 
     def _on_load(self, replica: Replica, load: stream_pb2.EngineLoad, now: float) -> None:
         rank = self._rank(replica, load.rank)
@@ -299,13 +332,27 @@ class Session:
         if not 0.0 <= load.age_s < math.inf or not 0.0 <= load.kv_usage <= 1.0:
             self._drop("bad_load")
             return
+        if len(load.adapters) > MAX_ADAPTERS or any(
+            len(name.encode()) > MAX_ADAPTER_BYTES for name in load.adapters
+        ):
+            self._drop("bad_adapters")
+            return
+        if load.adapters_known:
+            before = rank.adapters
+            known = frozenset(load.adapters)
+            # The same object again: a thousand ranks must not hold a thousand lists.
+            if before is not None and before.names == known:
+                known = before.names
+            rank.adapters = Adapters(known, now - load.age_s)
         rank.load = Load(
-            read_at=now - load.age_s,
+            # Its word took half as long as that of a dispatch takes to come back.
+            read_at=now - load.age_s - rank.echo.smoothed_s / 2,
             running_requests=load.running_requests if load.HasField("running_requests") else None,
             waiting_requests=load.waiting_requests if load.HasField("waiting_requests") else None,
             waiting_tokens=load.waiting_tokens if load.HasField("waiting_tokens") else None,
             kv_usage=load.kv_usage if load.HasField("kv_usage") else None,
         )
+        rank.backlog.report(rank.load, replica.speeds_of(rank), rank.echo.deviation_s)
 
     def _on_counters(
         self, replica: Replica, counters: stream_pb2.RelayCounters, now: float

@@ -22,7 +22,8 @@ from .credits import Credits
 from .errors import SessionRefused
 from .fleet import Fleet, TooManyReplicas
 from .hello import check_hello
-from .replicas import Replica
+from .pins import Pins
+from .replicas import Rank, Replica
 from .settings import SchedulerSettings
 from .slots import SnapshotSlots
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .sessions import Session
 
 RETIRED_KEPT = 16
+COMPARED_EVERY = 8
+"""Peers' predictions told for each that is worked out here too: an eighth of a route's look-up for each."""
 
 
 @dataclass(slots=True)
@@ -43,6 +46,17 @@ class Speaker:
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
 
 
+@dataclass(slots=True)
+class Disagreement:
+    """How far this scheduler's predictions are from its peers', of the same prompts on the targets that those chose."""
+
+    difference: int = 0
+    """Sum of the absolute differences, tokens."""
+    prompt: int = 0
+    """Sum of the prompts' tokens."""
+    samples: int = 0
+
+
 class Streams:
     """The registry behind all sessions."""
 
@@ -50,6 +64,7 @@ class Streams:
         self,
         fleet: Fleet,
         credits: Credits,
+        pins: Pins,
         settings: SchedulerSettings,
         instance_id: str,
         over: Callable[[str], bool],
@@ -58,6 +73,7 @@ class Streams:
         self.fleet = fleet
         self.over = over
         self.credits = credits
+        self.pins = pins
         self.settings = settings
         self.instance_id = instance_id
         self.drops: Counter[str] = Counter()
@@ -72,6 +88,8 @@ class Streams:
         self._speakers: dict[str, Speaker] = {}
         # A dict for its order: what happens in a tick must not depend on addresses.
         self._opened: dict[Session, None] = {}
+        self.disagreement = Disagreement()
+        self._told = 0
 
     def __iter__(self) -> Iterator[Session]:
         """The sessions that speak for a replica."""
@@ -139,6 +157,17 @@ class Streams:
         """Ends every stream."""
         for session in list(self._opened):
             session.refuse(refusal)
+
+    def compare(self, replica: Replica, rank: Rank, credit: stream_pb2.CreditOpened) -> None:
+        """Holds a peer's prediction to what would be predicted here, before its credit counts; every few of them."""
+        self._told += 1
+        if self._told % COMPARED_EVERY or not credit.hashes:
+            return
+        here = self.fleet.predicted(replica, rank, credit.hashes, credit.prompt_tokens)
+        said = self.disagreement
+        said.difference += abs(here - credit.predicted)
+        said.prompt += credit.prompt_tokens
+        said.samples += 1
 
     def tick(self, now: float) -> None:
         """Slots and acknowledgements that are due, replicas that are gone."""

@@ -18,6 +18,8 @@ VERSION = 2
 TAG_BYTES = 16
 MAX_ID_BYTES = 1024
 _FIXED = struct.Struct("<dQIIIIII")  # time, nonce, rank, prompt, predicted, lower, upper, best
+_LATER = struct.Struct("<I")
+"""expected: after the names, where schedulers of a release before neither look for it nor mind it."""
 _MAX_NAMES_BYTES = 640
 """Owner, its address, replica and model together. Beyond it the model is written as a digest, to keep the id below its
 limit."""
@@ -53,6 +55,8 @@ class Decision:
     upper: int
     best: int
     """Longest predicted reuse on any target at that moment."""
+    expected: int
+    """What the cost counted on, rounded; `predicted` in ids of a release that does not say."""
     owner_address: str = ""
     """host:port where the other schedulers of the fleet reach the owner. Empty: nowhere."""
 
@@ -87,6 +91,7 @@ class Tokens:
         payload += bytes([kind])
         for name in names:
             payload += struct.pack("<H", len(name)) + name
+        payload += _LATER.pack(decision.expected)
         framed = bytes([VERSION]) + self._tag(payload) + payload
         return _encode(framed)
 
@@ -128,6 +133,9 @@ def _decode(payload: bytes, models: Iterable[str]) -> Decision:
         names.append(payload[offset + 2 : offset + 2 + size])
         offset += 2 + size
     owner, owner_address, replica, model = names
+    expected = predicted
+    if len(payload) >= offset + _LATER.size:
+        (expected,) = _LATER.unpack_from(payload, offset)
     if kind == _DIGEST:
         model = next((name.encode() for name in models if _digest(name) == model), b"")
     return Decision(
@@ -143,6 +151,7 @@ def _decode(payload: bytes, models: Iterable[str]) -> Decision:
         lower=lower,
         upper=upper,
         best=best,
+        expected=expected,
     )
 
 

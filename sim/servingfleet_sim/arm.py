@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from servingfleet_protos.v1.routing_pb2_grpc import RouterStub
 from .audit import Account, Cause, Miss, misses, read_account
 from .clients import CALL_S, REQUEST_S, Clients, Progress, Request
 from .lag import Lag
-from .local_fleet import MODEL, EngineSpec, LocalFleet, local_fleet
+from .local_fleet import EngineSpec, LocalFleet, local_fleet
 from .workload import Session
 
 if TYPE_CHECKING:  # this name exists for type checkers only
@@ -65,16 +65,19 @@ class Arm:
     """Finished requests for which an account has other counts than the client was told."""
 
     @property
-    def report(self) -> fleet_pb2.ReuseReport:
-        """The figures over all replicas; empty where nothing was routed."""
-        found = (each for each in self.reuse.reports if not each.replica)
-        return next(found, fleet_pb2.ReuseReport(model=MODEL))
+    def reports(self) -> Mapping[str, fleet_pb2.ReuseReport]:
+        """The figures of each model over all its replicas."""
+        return {each.model: each for each in self.reuse.reports if not each.replica}
 
     @property
     def ledger(self) -> Totals:
         """The scheduler's own sums."""
-        sums = self.report.sums
-        return Totals(sums.pairs, sums.prompt, sums.actual)
+        sums = [report.sums for report in self.reports.values()]
+        return Totals(
+            sum(each.pairs for each in sums),
+            sum(each.prompt for each in sums),
+            sum(each.actual for each in sums),
+        )
 
     @property
     def causes(self) -> Counter[Cause]:
@@ -106,7 +109,7 @@ async def run_arm(
         httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as http,
     ):
         stub = FleetStub(channel)
-        clients = Clients(RouterStub(channel), http, MODEL)
+        clients = Clients(RouterStub(channel), http)
         await _unless(fleet.ready(stub), [fleet.watch()])
         watchers: list[Coroutine[Any, Any, None]] = [
             fleet.watch(),
@@ -116,7 +119,7 @@ async def run_arm(
         if watch is not None:
             watchers.append(_watched(watch, Running(policy, fleet, stub, clients.progress)))
         await _unless(clients.play(workload, seconds), watchers)
-        asked = fleet_pb2.GetReuseRequest(model=MODEL, by_replica=True)
+        asked = fleet_pb2.GetReuseRequest(by_replica=True)
         reuse = await stub.GetReuse(asked, timeout=CALL_S)
     # Read when the engines have ended: their accounts are complete.
     accounts = {each.replica: read_account(fleet.truth(each.replica)) for each in engines}

@@ -6,6 +6,7 @@ was still on its way to the scheduler, explains a miss; anything else is somebod
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_left
 from collections import defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .clients import End, Request
+from .emulator.groups import FULL
 
 UNDER_WAY_S = 1.0
 """An announcement may take this long from the engine to the scheduler's index; far more than it should."""
@@ -61,10 +63,11 @@ class Account:
     block_tokens: int = 0
     children: dict[tuple[Any, tuple[int, ...]], Any] = field(default_factory=dict)
     """A block's name by that of the block before it and its tokens."""
-    history: dict[tuple[int, Any], list[tuple[float, int]]] = field(
+    history: dict[tuple[int, int, Any], list[tuple[float, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """By rank and name: times, and copies in all tiers after each."""
+    """By rank, group of layers and name: times, and copies in all tiers after each."""
+    groups: set[int] = field(default_factory=set)
     batches: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     scheduled: dict[str, float] = field(default_factory=dict)
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,12 +83,13 @@ class Account:
             yield name
 
     def changes(self, rank: int, name: Any, *, gone: bool) -> Iterator[float]:
-        """When a block came to a rank, or with `gone` when its last copy left it."""
-        before = 0
-        for at, copies in self.history.get((rank, name), ()):
-            if (not copies) if gone else (copies and not before):
-                yield at
-            before = copies
+        """When a block came to a rank, or with `gone` when its last copy left it, for any group of layers."""
+        for group in self.groups:
+            before = 0
+            for at, copies in self.history.get((rank, group, name), ()):
+                if (not copies) if gone else (copies and not before):
+                    yield at
+                before = copies
 
 
 def read_account(path: Path) -> Account:
@@ -132,11 +136,14 @@ def _cause(request: Request, account: Account, block: int) -> Cause:
     batches = account.batches[rank]
     place = bisect_left(batches, scheduled)
     told = batches[place] if place < len(batches) else scheduled
-    name = next(
-        (name for at, name in enumerate(account.names(request.prompt)) if at == block), None
-    )
+    names = list(account.names(request.prompt))
     gone = prediction.predicted > request.cached_tokens
-    for at in account.changes(rank, name, gone=gone) if name is not None else ():
+    end = block + 1
+    if len(account.groups) > 1:
+        # A group that does not keep every block lets a prompt go on further along only: any of these may decide.
+        end = max(prediction.predicted, request.cached_tokens) // account.block_tokens
+    changes = (account.changes(rank, name, gone=gone) for name in names[block:end])
+    for at in itertools.chain.from_iterable(changes):
         if request.asked <= at <= told:
             return Cause.EVICTED if gone else Cause.STORED
         if request.asked - UNDER_WAY_S <= at < request.asked:
@@ -148,9 +155,12 @@ def _cause(request: Request, account: Account, block: int) -> Cause:
 
 def _stored(account: Account, row: dict[str, Any]) -> None:
     size, parent, tokens = account.block_tokens, row["parent"], row.get("tokens") or ()
+    # Of a group that keeps less than all, the tokens are those of more blocks than it names.
+    placed = row.get("kind", FULL) == FULL
+    account.groups.add(row.get("group", 0))
     for place, name in enumerate(row["hashes"]):
         part = tuple(tokens[place * size : (place + 1) * size])
-        if part:  # a placeholder names a block that was stored with its tokens before
+        if part and placed:  # a placeholder names a block that was stored with its tokens before
             account.children[parent, part] = name
             parent = name
         _change(account, row, name, 1)
@@ -162,7 +172,7 @@ def _removed(account: Account, row: dict[str, Any]) -> None:
 
 
 def _change(account: Account, row: dict[str, Any], name: Any, copies: int) -> None:
-    history = account.history[row["rank"], name]
+    history = account.history[row["rank"], row.get("group", 0), name]
     history.append((row["t"], (history[-1][1] if history else 0) + copies))
     batches = account.batches[row["rank"]]
     if not batches or batches[-1] != row["t"]:

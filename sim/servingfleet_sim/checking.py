@@ -108,6 +108,8 @@ class Checker:
     host_unit_tokens: int = 0
     engine_block_tokens: int = 0
     layer_groups: tuple[LayerGroup, ...] = ()
+    pulled: bool = False
+    """The messages are entries that were pulled; needs `engine_block_tokens`."""
     canary_differs: tuple[str, ...] | None = None
     _messages: int = 0
     _kinds: Counter[str] = field(default_factory=Counter)
@@ -115,18 +117,22 @@ class Checker:
     _pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an engine without an adapter."""
+        """Raises ValueError for an engine without an adapter, or without events to pull where they were pulled."""
         adapter = ADAPTERS.get(self.engine)
         if adapter is None:
             raise ValueError(f"engine {self.engine!r} is not known; known: {', '.join(ADAPTERS)}")
-        self._adapter = adapter
+        self._decode = adapter.decode
+        if self.pulled:
+            if adapter.pulled is None:
+                raise ValueError(f"engine {self.engine!r} has no events to pull")
+            self._decode = adapter.pulled(self.engine_block_tokens)
 
     def hear(self, message: Message) -> None:
         """One message, in the order of their arrival."""
         pipeline = self.pipeline(message.time)
         self._messages += 1
         payload = message.frames[-1] if message.frames else b""
-        for event in self._adapter.decode(payload).events:
+        for event in self._decode(payload).events:
             self._kinds[type(event).__name__.lower()] += 1
             if isinstance(event, Dropped) and len(self._examples) < MAX_EXAMPLES:
                 where = f"rank {message.rank}, sequence {message.seq}"
@@ -148,6 +154,7 @@ class Checker:
                 engine_block_tokens=self.engine_block_tokens,
                 host_unit_tokens=self.host_unit_tokens,
                 layer_groups=self.layer_groups,
+                pull=self.pulled,
                 replay=False,
             )
             self._pipeline = Pipeline(settings, now)
@@ -215,8 +222,9 @@ def check(messages: Iterable[Message], checker: Checker) -> StreamReport:
 
 def _not_indexed(ranks: tuple[RankStatus, ...], totals: Mapping[str, int]) -> Iterable[NotIndexed]:
     for rank in ranks:
-        late = {failure.invariant for failure in rank.failures} <= {JOINED_LATE}
-        if rank.condition is not Condition.LIVE and not (rank.state == "history_lost" and late):
+        failed = {failure.invariant for failure in rank.failures}
+        late = rank.state == "history_lost" and (rank.engine_seq is None or failed == {JOINED_LATE})
+        if rank.condition is not Condition.LIVE and not late:
             bound = "" if rank.condition is Condition.QUARANTINED else ", but as an upper bound"
             yield NotIndexed(f"rank {rank.rank}{bound}", rank.reason)
         for name, (condition, reason) in rank.tiers.items():

@@ -59,6 +59,7 @@ class Request:
 
     session: int
     turn: int
+    model: str
     prompt: tuple[int, ...]
     late_s: float
     """Asked so long after its time, because the answer before it came late."""
@@ -104,7 +105,6 @@ class Clients:
 
     router: RouterAsyncStub
     http: httpx.AsyncClient
-    model: str
     vocabulary: int = 32_000
     """Of the engines' tokenizer."""
     progress: Progress = field(default_factory=Progress)
@@ -128,7 +128,7 @@ class Clients:
             if turn.at_s + late_s >= seconds:
                 return
             said += turn.tokens
-            request = Request(session.number, number, said, late_s)
+            request = Request(session.number, number, session.model, said, late_s)
             answer = await self._request(request, turn)
             if answer is None:
                 return  # a conversation can't go on without it
@@ -185,7 +185,7 @@ class Clients:
 
     async def _route(self, request: Request, turn: Turn, exclude: list[common_pb2.Target]) -> None:
         asked = routing_pb2.RouteRequest(
-            model=self.model,
+            model=request.model,
             prompt=routing_pb2.Prompt(
                 tokens_le32=struct.pack(f"<{len(request.prompt)}I", *request.prompt)
             ),
@@ -208,7 +208,7 @@ class Clients:
     ) -> None:
         """Reads the streamed answer. Raises EngineFailed."""
         body = {
-            "model": self.model,
+            "model": request.model,
             "prompt": request.prompt,
             "max_tokens": turn.answer_tokens,
             "stream": True,

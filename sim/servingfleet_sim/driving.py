@@ -14,10 +14,16 @@ from typing import Any
 
 import httpx
 
+from servingfleet_relay.adapters.registry import ADAPTERS
+
 from .recordings import RecordingError
 
 REQUEST_S = 600.0
-FLAGS = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
+FLAGS = {
+    name: adapter.profile.report_flag
+    for name, adapter in ADAPTERS.items()
+    if adapter.profile.report_flag
+}
 """What makes an engine report its reuse."""
 
 

@@ -19,11 +19,11 @@ from servingfleet_protos.v1 import fleet_pb2
 
 from .playing import UNPROVEN
 from .processes import START_PATIENCE_S, STOP_PATIENCE_S, Process, ProcessFailed, running
+from .workload import MODEL
 
 if TYPE_CHECKING:  # this name exists for type checkers only
     from servingfleet_protos.v1.fleet_pb2_grpc import FleetAsyncStub
 
-MODEL = "emulated"
 POLL_S = 0.05
 
 
@@ -41,24 +41,59 @@ class EngineSpec:
     host_blocks: int = 0
     """Blocks, or pages, of the host tier of a rank; 0: none."""
     engine: str = "vllm"
-    """Whose caches, events and API it has: also the pool that it belongs to."""
+    """Whose caches, events and API it has."""
+    model: str = MODEL
+    """Served name of its model."""
+    layer_groups: tuple[str, ...] = ()
+    """Of a model with other layers than full attention, as the emulator's --layer-group takes them."""
     block_tokens: int = 16
     """Tokens in a block, or page."""
     speed: float = 0.5
     """Times as fast as an 8B model on that GPU. Half stands for a model of some 16B, and keeps the steps so long that
     one machine can make those of a whole fleet."""
 
+    @property
+    def pool(self) -> str:
+        """The pool that it belongs to: engines of one kind with one model."""
+        return self.engine + self.model.removeprefix(MODEL)
 
+
+# Models whose layers don't all keep every token. Each is a model of its own: what one holds is of no use to another.
+# The layers are those of gpt-oss, of which every other looks back 128 tokens, and of Qwen3-Next, of which three in four
+# are recurrent: their state is so large that a block has 528 tokens.
 _KINDS = (
     EngineSpec("b200-large", "b200", 1, 4000, 16_384),
     EngineSpec("h100", "h100", 1, 700, 8192, 2000, engine="sglang", block_tokens=32),
-    EngineSpec("a100-two-ranks", "a100", 2, 2000, 2048),
+    EngineSpec("h100", "h100", 1, 700, 8192, engine="trtllm", block_tokens=32),
+    EngineSpec(
+        "a100",
+        "a100",
+        2,
+        2500,
+        2048,
+        model=f"{MODEL}-window",
+        layer_groups=("sliding_window:128", "full_attention"),
+    ),
     EngineSpec("l40s-host-tier", "l40s", 1, 1200, 2048, host_blocks=4000),
+    EngineSpec(
+        "h100",
+        "h100",
+        1,
+        240,
+        8192,
+        block_tokens=528,
+        model=f"{MODEL}-state",
+        layer_groups=("mamba", "mamba", "mamba", "full_attention"),
+    ),
 )
 
 
 def mixed_engines(count: int) -> tuple[EngineSpec, ...]:
-    """`count` engines of different speed and size. Of the first four one has two ranks, one is SGLang, two have a host tier."""
+    """`count` engines of different speed and size.
+
+    Of the first four one is SGLang with a host tier, one TensorRT-LLM, and one serves a model with window layers on two
+    ranks; of the next two one serves a model with recurrent layers.
+    """
     engines = []
     for number in range(count):
         kind = _KINDS[number % len(_KINDS)]
@@ -67,7 +102,7 @@ def mixed_engines(count: int) -> tuple[EngineSpec, ...]:
         engines.append(
             replace(
                 kind,
-                replica=f"{number}-{kind.engine}-{kind.replica}",
+                replica=f"{number}-{kind.pool}-{kind.replica}",
                 blocks=kind.blocks * 3 // (3 + again),
             )
         )
@@ -100,7 +135,7 @@ class LocalFleet:
                 while not wanted <= found:
                     await asyncio.sleep(POLL_S)
                     answer = await fleet.ListReplicas(
-                        fleet_pb2.ListReplicasRequest(model=MODEL),
+                        fleet_pb2.ListReplicasRequest(),
                         timeout=START_PATIENCE_S,
                         wait_for_ready=True,
                     )
@@ -192,17 +227,24 @@ async def _start(fleet: LocalFleet, policy: str, stack: AsyncExitStack) -> None:
     for spec, emulator in zip(fleet.engines, emulators, strict=True):
         ports = await emulator.event("listening")
         endpoint = f"127.0.0.1:{ports['http_port']}"
+        if spec.engine == "trtllm":
+            # Nothing is published: its relay pulls, and must know the size of a block, which no event tells.
+            source = ["--pull", "--engine-block-tokens", str(spec.block_tokens)]
+        else:
+            source = [
+                *("--engine-events", f"tcp://127.0.0.1:{ports['events_port']}"),
+                *("--engine-replay", f"tcp://127.0.0.1:{ports['replay_port']}"),
+            ]
         fleet.http[spec.replica] = f"http://{endpoint}"
         await start(
             "servingfleet_relay",
             f"{spec.replica}.relay",
             [
                 *("--replica", spec.replica),
-                *("--model", MODEL),
+                *("--model", spec.model),
                 *("--ranks", str(spec.ranks)),
-                *("--label", f"pool={spec.engine}"),
-                *("--engine-events", f"tcp://127.0.0.1:{ports['events_port']}"),
-                *("--engine-replay", f"tcp://127.0.0.1:{ports['replay_port']}"),
+                *("--label", f"pool={spec.pool}"),
+                *source,
                 *("--engine-http", f"http://{endpoint}"),
                 *("--endpoint", endpoint),
                 *("--scheduler", fleet.scheduler),
@@ -213,7 +255,8 @@ async def _start(fleet: LocalFleet, policy: str, stack: AsyncExitStack) -> None:
 def _engine_arguments(fleet: LocalFleet, spec: EngineSpec) -> list[str]:
     return [
         *("--port", "0", "--events-port", "0", "--replay-port", "0"),
-        *("--model", MODEL),
+        *("--model", spec.model),
+        *(argument for group in spec.layer_groups for argument in ("--layer-group", group)),
         *("--engine", spec.engine, "--block-size", str(spec.block_tokens)),
         *("--gpu", spec.gpu, "--speed", str(spec.speed)),
         *("--ranks", str(spec.ranks)),

@@ -116,9 +116,12 @@ class Recorder:
                 async with asyncio.timeout(deadline_s):
                     await rank.up.wait()
             except TimeoutError:
+                where = rank.sockets.events
                 raise NotHeard(
-                    f"{rank.sockets.events}: nobody publishes there; expected an engine with its events on. An engine "
-                    "that connects to its subscriber, as vLLM does given a concrete address, can't be heard"
+                    f"{where}: no engine has connected; expected one that was given this address, and no relay there"
+                    if rank.sockets.bind
+                    else f"{where}: nobody publishes there; expected an engine with its events on. Of one that connects to "
+                    "its subscriber, as vLLM does given a concrete address, take the relay's place with --bind"
                 ) from None
         await asyncio.sleep(JOIN_S)
         for rank in self._ranks:
@@ -133,9 +136,17 @@ class Recorder:
         subscription.subscribe(b"")
         monitor = subscription.get_monitor_socket(int(_UP | _DOWN))
         try:
-            subscription.connect(rank.sockets.events)
+            if rank.sockets.bind:
+                subscription.bind(rank.sockets.events)
+            else:
+                subscription.connect(rank.sockets.events)
         except zmq.ZMQError as error:
-            raise NotHeard(f"{rank.sockets.events}: {error}; expected tcp://host:port") from error
+            expected = (
+                "an address of this machine that is free"
+                if rank.sockets.bind
+                else "tcp://host:port"
+            )
+            raise NotHeard(f"{rank.sockets.events}: {error}; expected {expected}") from error
         try:
             poller = zmq.asyncio.Poller()
             poller.register(subscription, zmq.POLLIN)

@@ -104,6 +104,11 @@ class Recording:
         return int(transfer.get("kv_connector_extra_config", {}).get("block_size", 0))
 
     @property
+    def pulled_unit_tokens(self) -> int:
+        """Tokens of the engine's block where its events were pulled, which don't tell it; else 0."""
+        return int(self.engine["tokens_per_block"]) if self.engine.get("pulled") else 0
+
+    @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """What the engine says of its layers. (): nothing, or of some a kind that we don't know."""
         specs = [_layer_group(group["spec"]) for group in self.engine.get("kv_cache_groups", ())]

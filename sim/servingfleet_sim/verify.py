@@ -230,6 +230,8 @@ class _Play:
                 block_tokens=block_tokens,
                 host_unit_tokens=recording.host_unit_tokens,
                 layer_groups=recording.layer_groups,
+                engine_block_tokens=recording.pulled_unit_tokens,
+                pull=bool(recording.pulled_unit_tokens),
             ),
             start,
         )
@@ -328,4 +330,6 @@ def _clears(recording: Recording, message: Message) -> bool:
 
 
 def _events(recording: Recording, message: Message) -> Sequence[Event]:
-    return ADAPTERS[recording.adapter].decode(message.frames[-1]).events
+    adapter, unit = ADAPTERS[recording.adapter], recording.pulled_unit_tokens
+    decode = adapter.pulled(unit) if unit and adapter.pulled is not None else adapter.decode
+    return decode(message.frames[-1]).events

@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+MODEL = "emulated"
+"""Served name of the model that conversations are had with, where nothing else is said."""
 FIRST_TOKEN = 16
 """Lower ids are left to special tokens."""
 
@@ -34,6 +36,8 @@ class Shape:
     think_s: float = 4.0
     """From one turn to the next on average, and at least a fifth of it."""
     vocabulary: int = 32_000
+    models: tuple[tuple[str, float], ...] = ((MODEL, 1.0),)
+    """Served names, and the share of the conversations that each has."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Session:
     number: int
     system: int
     turns: tuple[Turn, ...]
+    model: str = MODEL
 
 
 def sessions(shape: Shape, seed: int) -> Iterator[Session]:
@@ -68,7 +73,10 @@ def sessions(shape: Shape, seed: int) -> Iterator[Session]:
         # A generator of its own: a session is the same whatever the others are, and however long the run.
         rng = random.Random(f"{seed} session {number}")
         system = rng.choices(range(len(systems)), cum_weights=weights)[0]
-        yield Session(number, system, tuple(_turns(shape, rng, at_s, systems[system])))
+        turns = tuple(_turns(shape, rng, at_s, systems[system]))
+        names, shares = zip(*shape.models, strict=True)
+        (model,) = rng.choices(names, shares)
+        yield Session(number, system, turns, model)
 
 
 def _systems(shape: Shape, seed: int) -> Iterator[tuple[int, ...]]:

@@ -154,6 +154,11 @@ REFUSED = (
         {"spec.pools.0.engine": "TensorRT-LLM", "spec.pools.0.eventsFrom": "relayBinds"},
     ),
     Refused(
+        "a vLLM whose events are pulled",
+        "only TensorRT-LLM's events can be pulled",
+        {"spec.pools.0.engine": "vLLM", "spec.pools.0.eventsFrom": "relayPulls"},
+    ),
+    Refused(
         "a window group without its window",
         "should match",
         {"spec.pools.0.layerGroups": ["sliding_window:16"]},

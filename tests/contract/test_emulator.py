@@ -16,6 +16,7 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from servingfleet_sim.emulator.events import encode, generation
+from servingfleet_sim.emulator.groups import STATE, WINDOW, LayerGroup
 from servingfleet_sim.emulator.scheduler import Scheduler
 from servingfleet_sim.emulator.sequence import Asked, Sequence
 from servingfleet_sim.emulator.steps import Limits
@@ -31,7 +32,8 @@ JOINED: dict[str, tuple[tuple[tuple[int, ...], ...], ...]] = {
         ((34,), (35, 36), (37,)),
         # The order of arrival, not that of sending: the prompts of the first events name the first two.
         ((47, 48), (49, 50)),
-    )
+    ),
+    **dict.fromkeys(("x6-conc-gemma3", "x7-conc-qwen3next"), (((0, 1, 2, 3),), ((4, 5),))),
 }
 """Requests that overlapped: for each group of them, the lines that joined in each step."""
 
@@ -44,6 +46,21 @@ OTHERS = {
     "x4-prompt-logprobs": ENGINE,
 }
 """Engines without a host tier, each with a life of its own."""
+
+WINDOWS = (LayerGroup(WINDOW, 64), LayerGroup())
+STATES = (LayerGroup(STATE),) * 3 + (LayerGroup(),)
+
+HYBRIDS = {
+    "f1-gemma3-swa-hybrid": Limits(64, 32, 4, 2048, 960, groups=WINDOWS),
+    "f2-gemma3-hybrid-manager-off": Limits(64, 32, 4, 2048, 960),
+    "f3-mistral-all-swa": Limits(32, 32, 4, 2048, 960, groups=WINDOWS[:1]),
+    "f5-qwen3next-gdn": Limits(64, 384, 4, 2048, 960, groups=STATES),
+    "f5b-qwen3next-gdn-align": Limits(64, 288, 4, 2048, 960, groups=STATES),
+    "f5c-qwen3next-gdn-block32": Limits(160, 32, 4, 2048, 960, groups=STATES),
+    "x6-conc-gemma3": Limits(64, 32, 4, 2048, 960, groups=WINDOWS),
+    "x7-conc-qwen3next": Limits(160, 32, 4, 2048, 960, groups=STATES),
+}
+"""Models whose layers do not all keep every token. Their settings are in each recording's engine.json."""
 
 HOST_TIERS = {
     "i-cpu-offload-default-events": Limits(20, 32, 4, 2048, 384, host_chunks=48),
@@ -243,10 +260,10 @@ def test_a_reset_succeeds_when_the_recorded_one_did(life: dict[str, Played], nam
     assert life[name].resets == recorded
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *HOST_TIERS])
+@pytest.mark.parametrize("name", [*OTHERS, *HYBRIDS, *HOST_TIERS])
 def test_other_engines_tell_and_reuse_what_the_recorded_ones_did(name: str) -> None:
     """Those with a host tier too, but for the order in which a step's copies are announced."""
-    played = Life((OTHERS | HOST_TIERS)[name]).play(name)
+    played = Life((OTHERS | HYBRIDS | HOST_TIERS)[name]).play(name)
     renaming = Renaming()
     recorded = _recorded(name)
     for place, (theirs, ours) in enumerate(zip(recorded, played.batches, strict=False)):

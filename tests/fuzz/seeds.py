@@ -103,7 +103,7 @@ def _report() -> list[bytes]:
 
 
 def _decision_ids() -> list[bytes]:
-    decision = Decision("o", MODEL, "r", 1, 5.0, 7, 64, 48, 48, 64, 48)
+    decision = Decision("o", MODEL, "r", 1, 5.0, 7, 64, 48, 48, 64, 48, 48)
     foreign = Tokens(b"the key of another fleet").write(decision)
     return [RAW + foreign.encode(), BUILT + b"\x02ab\x01c\x03def" + bytes(20)]
 

@@ -207,3 +207,56 @@ async def test_an_emulated_sglang_is_recorded_and_predicted_as_documented(
     result = await judged(folder)
     # Of pages smaller than a block, only whole blocks are known.
     assert result["exact"] >= result["requests"] - (9 if page < 16 else 0)
+
+
+async def test_what_a_tensorrt_llm_keeps_is_pulled_and_verified(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    live = await engine(fleet, "--engine", "trtllm", "--block-size", "32", "--blocks", "21")
+    others = [list(range(1000 * n, 1000 * n + 200)) for n in range(1, 5)]
+    plan = prompts(
+        tmp_path / "plan",
+        *(asked([*SHARED, *more]) for more in ([], [1], [2], [])),
+        *(asked(prompt) for prompt in [*others, *others[::-1]]),
+        asked([*SHARED, 1]),
+    )
+    folder = tmp_path / "recorded"
+    source = ["record", live.http, "-o", str(folder), "--prompts", str(plan), "--quiet-s", "0.05"]
+    for missing, options in (
+        ("takes them away", []),
+        ("--engine-block-tokens", ["--take-events"]),
+        ("no replay", ["--take-events", "--engine-block-tokens", "32", "--replay", live.replay]),
+    ):
+        status, _, err = await run(*source, *options)
+        assert status == 2
+        assert missing in err
+    status, out, err = await run(*source, "--take-events", "--engine-block-tokens", "32")
+    assert status == 0, out + err
+    recording = read(folder)
+    assert (recording.adapter, recording.pulled_unit_tokens) == ("trtllm", 32)
+    assert sum(request.cached_tokens for request in recording.requests) > 300
+    assert (await judged(folder))["exact"] == 13
+    status, out, _ = await run("check-stream", str(folder))
+    assert status == 1
+    assert "but as an upper bound" in out
+    options = ["--take-events", "--engine-block-tokens", "32", "--canary", live.http, "-o", "json"]
+    status, out, err = await run("check-stream", live.http, *options)
+    report = json.loads(out)
+    assert (status, report["verdict"], report["canary"]) == (1, "degraded", [])
+
+
+async def test_an_engine_that_connects_is_recorded_in_its_relays_place(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    live = await engine(fleet, "--events-connect")
+    plan = prompts(tmp_path / "plan", asked(SHARED), asked([*SHARED, 1]))
+    folder = tmp_path / "recorded"
+    options = ["--replay", live.replay, "--prompts", str(plan)]
+    status, *said = await live.record(folder, *options, "--bind")
+    assert status == 0, said
+    assert (await judged(folder))["exact"] == 2
+    status, *said = await run("check-stream", live.events, "--bind", "--replay", live.replay)
+    assert status == 0, said
+    status, _, err = await live.record(tmp_path / "b", *options, "--connect-s", "0.2")
+    assert status == 3
+    assert "--bind" in err

@@ -73,6 +73,10 @@ class Rank:
     trusted: bool
     complete: bool
     held: dict[int, dict[int, int]] = field(default_factory=dict)  # lane: {hash: confidence}
+    used: dict[int, dict[int, float]] = field(
+        default_factory=dict
+    )  # lane: {hash: time}, where known
+    evicted: dict[int, list[float | None]] = field(default_factory=dict)  # tier: idle times
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class NaiveIndex:
         for (of, _), rank in self.ranks.items():
             if of == replica:
                 rank.held = {lane: held for lane, held in rank.held.items() if lane in numbers}
+                rank.used = {lane: used for lane, used in rank.used.items() if lane in numbers}
 
     def remove_replica(self, replica: int) -> None:
         del self.profiles[replica]
@@ -111,10 +116,19 @@ class NaiveIndex:
         known.trusted, known.complete = trusted, complete
 
     def hold(
-        self, replica: int, rank: int, lane: int, confidence: int, hashes: Iterable[int]
+        self,
+        replica: int,
+        rank: int,
+        lane: int,
+        confidence: int,
+        hashes: Iterable[int],
+        now: float | None = None,
     ) -> int:
         held = self.ranks[replica, rank].held.setdefault(lane, {})
         hashes = list(hashes)
+        if now is not None:
+            used = self.ranks[replica, rank].used.setdefault(lane, {})
+            used.update({value: now for value in hashes if value not in held})
         new = {value for value in hashes if held.get(value) != confidence}
         held.update(dict.fromkeys(hashes, confidence))
         if self._ends_credits(self.profiles[replica], lane, confidence):
@@ -132,16 +146,63 @@ class NaiveIndex:
             for lane in spoken
         )
 
-    def drop(self, replica: int, rank: int, lane: int, hashes: Iterable[int]) -> int:
-        held = self.ranks[replica, rank].held.get(lane, {})
+    def drop(
+        self,
+        replica: int,
+        rank: int,
+        lane: int,
+        hashes: Iterable[int],
+        now: float | None = None,
+    ) -> int:
+        known = self.ranks[replica, rank]
+        held = known.held.get(lane, {})
         gone = {value for value in hashes if value in held}
         for value in gone:
             del held[value]
+            used = known.used.get(lane, {}).pop(value, None)
+            moved = any(value in other for other in known.held.values())
+            if now is not None and not moved:
+                tier = next(
+                    each.tier for each in self.profiles[replica].lanes if each.number == lane
+                )
+                idle = None if used is None else now - used
+                known.evicted.setdefault(tier, []).append(idle)
         return len(gone)
+
+    def touch(self, replica: int, rank: int, hashes: Iterable[int], now: float) -> None:
+        known = self.ranks[replica, rank]
+        everything = [held for each in self.ranks.values() for held in each.held.values()]
+        for value in hashes:
+            if not any(value in held for held in everything):
+                return
+            for lane, held in known.held.items():
+                if value in held:
+                    known.used.setdefault(lane, {})[value] = now
+
+    def tail(
+        self, replica: int, rank: int, value: int
+    ) -> tuple[int, list[float | None], float | None]:
+        """Of a block: the slowest tier that holds it (0: none does), when each lane there used it (None: nobody
+        knows), and when any of them last used anything."""
+        known = self.ranks[replica, rank]
+        holding = [
+            lane
+            for lane in self.profiles[replica].lanes
+            if value in known.held.get(lane.number, {})
+        ]
+        tier = max((lane.tier for lane in holding), default=0)
+        lanes = [lane.number for lane in holding if lane.tier == tier]
+        used = [known.used.get(lane, {}).get(value) for lane in lanes]
+        ever = [time for lane in lanes for time in known.used.get(lane, {}).values()]
+        return tier, used, max(ever, default=None)
 
     def clear(self, replica: int, rank: int, lane: int | None) -> int:
         held = self.ranks[replica, rank].held
         lanes = list(held) if lane is None else [lane]
+        for number in lanes:
+            self.ranks[replica, rank].used.pop(number, None)
+        if lane is None:
+            self.ranks[replica, rank].evicted.clear()
         return sum(len(held.pop(number, {})) for number in lanes)
 
     def open_credit(

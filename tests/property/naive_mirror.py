@@ -72,6 +72,7 @@ class Store:
     opaque: bool = False
     whole: bool = False
     untold: bool = False
+    computed: bool = False
 
 
 class NaiveMirror:
@@ -287,7 +288,8 @@ class NaiveMirror:
 
     def _repeats(self, store: Store) -> bool:
         held = [(store.lane, key) in self.copies for key in store.keys]
-        return store.parent is None and bool(store.tokens) and (not store.whole or all(held))
+        rooted = store.parent is None and bool(store.tokens)
+        return rooted and not store.computed and (not store.whole or all(held))
 
     def _add_copy(self, store: Store, key: bytes, unit: int | None, repeat: bool) -> None:
         known = self.copies.setdefault((store.lane, key), Copies(unit=unit))

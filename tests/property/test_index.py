@@ -136,6 +136,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = Index(BLOCK)
         self.model = NaiveIndex(BLOCK)
+        self.now = 1000.0
 
     def knows(self, replica: int, rank: int, lane: int | None = None) -> bool:
         lanes = self.model.profiles[replica].lanes
@@ -157,6 +158,20 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.set_rank(replica, 0, trusted=True, complete=True)
         self.model.set_rank(replica, 0, True, True)
         return replica
+
+    @rule(seconds=st.integers(0, 100))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(replica=replicas, rank=RANKS, hashes=PROMPTS)
+    def touch(self, replica: int, rank: int, hashes: list[int]) -> None:
+        if not self.knows(replica, rank):
+            with pytest.raises(KeyError):
+                self.index.touch(replica, rank, packed(hashes), self.now)
+            return
+        self.index.touch(replica, rank, packed(hashes), self.now)
+        self.model.touch(replica, rank, hashes, self.now)
+        self.match(hashes, 1, False)
 
     @rule(replica=replicas, profile=PROFILES)
     def set_profile(self, replica: int, profile: Profile) -> None:
@@ -206,17 +221,26 @@ class IndexMachine(RuleBasedStateMachine):
         confidence=CONFIDENCES,
         parent=st.just(0) | SCATTERED.map(lambda hashes: hashes[0] if hashes else 0),
         hashes=SCATTERED,
+        timed=st.sampled_from([True, True, True, False]),
     )
     def hold_these(
-        self, replica: int, rank: int, lane: int, confidence: int, parent: int, hashes: list[int]
+        self,
+        replica: int,
+        rank: int,
+        lane: int,
+        confidence: int,
+        parent: int,
+        hashes: list[int],
+        timed: bool = True,
     ) -> None:
+        now = self.now if timed else None
         args = (replica, rank, lane, confidence)
         if not self.knows(replica, rank, lane):
             with pytest.raises(KeyError):
                 self.index.hold(*args, parent, packed(hashes))
             return
-        new = self.index.hold(*args, parent, packed(hashes))
-        assert new == self.model.hold(*args, hashes)
+        new = self.index.hold(*args, parent, packed(hashes), now)
+        assert new == self.model.hold(*args, hashes, now)
 
     @rule(replica=replicas, rank=RANKS, lane=LANES, hashes=SCATTERED | PROMPTS)
     def drop(self, replica: int, rank: int, lane: int, hashes: list[int]) -> None:
@@ -224,8 +248,9 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.index.drop(replica, rank, lane, packed(hashes))
             return
-        dropped = self.index.drop(replica, rank, lane, packed(hashes))
-        assert dropped == self.model.drop(replica, rank, lane, hashes)
+        dropped = self.index.drop(replica, rank, lane, packed(hashes), self.now)
+        assert dropped == self.model.drop(replica, rank, lane, hashes, self.now)
+        self.evictions(replica, rank)
         self.match(prompt((6, 1), 10), 0, False)
 
     @rule(confidence=CONFIDENCES, hashes=PROMPTS, span=SPANS)
@@ -300,10 +325,39 @@ class IndexMachine(RuleBasedStateMachine):
     )
     def match(self, hashes: list[int], more: int, no_reuse: bool) -> None:
         tokens = len(hashes) * BLOCK + more
-        matches = self.index.match(packed(hashes), tokens, no_reuse=no_reuse)
+        matches = self.index.match(packed(hashes), tokens, no_reuse=no_reuse, now=self.now)
         compare(matches, self.model.match(hashes, tokens, no_reuse))
         for match in matches:
             assert match.lower <= match.predicted <= match.upper <= tokens
+            self.tail(match, hashes)
+
+    def tail(self, match: Match, hashes: list[int]) -> None:
+        """Times are kept by stretch of a prompt: a block is taken to be used no earlier than it was, and no later than
+        anything there."""
+        if not match.predicted:
+            assert (match.tail_tier, match.idle_s) == (0, None)
+            return
+        last = (
+            hashes[(match.predicted - 1) // BLOCK] if match.predicted <= len(hashes) * BLOCK else 0
+        )
+        tier, used, newest = self.model.tail(match.replica, match.rank, last)
+        assert match.tail_tier == tier
+        known = [time for time in used if time is not None]
+        if tier and len(known) == len(used):
+            assert match.idle_s is not None
+            assert match.idle_s <= self.now - min(known) + 1e-6
+        if match.idle_s is not None:
+            assert newest is not None
+            assert match.idle_s >= self.now - newest - 1e-6
+
+    def evictions(self, replica: int, rank: int) -> None:
+        """What another lane still holds has only moved."""
+        seen = {tier: count for tier, count, _ in self.index.turnover(replica, rank)}
+        evicted = self.model.ranks[replica, rank].evicted
+        assert set(seen) <= set(evicted)
+        for tier, ages in evicted.items():
+            known = [age for age in ages if age is not None]
+            assert bool(known) <= (0 < seen.get(tier, 0) <= len(ages))
 
     @rule()
     def holdings(self) -> None:

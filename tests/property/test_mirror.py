@@ -126,6 +126,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 opaque=store.opaque,
                 whole=store.whole,
                 untold=store.untold,
+                computed=store.computed,
             )
         except Rejected as rejected:
             self.check_rejection(store, *rejected.args)
@@ -153,6 +154,7 @@ class MirrorMachine(RuleBasedStateMachine):
         opaque=st.sampled_from([False] * 9 + [True]),
         whole=st.booleans(),
         untold=st.sampled_from([False] * 4 + [True]),
+        computed=st.booleans(),
     )
     def store(
         self,
@@ -166,6 +168,7 @@ class MirrorMachine(RuleBasedStateMachine):
         opaque: bool,
         whole: bool = False,
         untold: bool = False,
+        computed: bool = False,
     ) -> None:
         begin, end = first * unit, (first + count) * unit
         keys = [self.key(fork, at + unit, namespace, variant) for at in range(begin, end, unit)]
@@ -183,6 +186,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 opaque,
                 whole,
                 untold,
+                computed,
             )
         )
 

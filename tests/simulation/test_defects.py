@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from servingfleet_protos.v1.stream_pb2 import Delta
+from servingfleet_relay.batches import Lost, Restarted
 from servingfleet_relay.outbox import Outbox
-from servingfleet_relay.sequence import Lost, Restarted
 from servingfleet_relay.sequence import Sequence as Numbering
 from servingfleet_scheduler.credits import Credits
 from servingfleet_scheduler.fleet import Fleet

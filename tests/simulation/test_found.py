@@ -10,8 +10,8 @@ from servingfleet_protos.v1.stream_pb2 import (
     SchedulerMessage,
     Welcome,
 )
+from servingfleet_relay.batches import Restarted
 from servingfleet_relay.pipeline import Pipeline
-from servingfleet_relay.sequence import Restarted
 from servingfleet_relay.sequence import Sequence as Numbering
 from servingfleet_relay.settings import PipelineSettings
 from servingfleet_sim.simulation.script import Engine, Kind, Script, Step

@@ -627,7 +627,7 @@ impl Mirror {
             unit.is_some_and(|unit| unit.level(lane) != Level::None)
         };
         let rooted = event.parent.is_none() && !event.tokens.is_empty();
-        rooted && (!event.whole || numbers.iter().all(held))
+        rooted && !event.computed && (!event.whole || numbers.iter().all(held))
     }
 
     fn add_copy(

@@ -26,10 +26,12 @@ class EngineFacts:
     """AUTO: the command line doesn't tell; the relay will ask the engine."""
     container: str
     """"": the pod has no container of the name that the pool gives."""
+    pull: bool
+    """There are no event sockets: the relay pulls the events over HTTP."""
     bind: bool
     """The engine connects, so that the relay binds."""
     events: tuple[str, ...]
-    """Event addresses for the relay: of rank 0, from which the others are counted, or one for each rank."""
+    """Event addresses for the relay: of rank 0, from which the others are counted, or one for each rank. (): it pulls."""
     event_ports: tuple[int, ...]
     """One for each of the pod's ranks."""
     replay: tuple[str, ...]

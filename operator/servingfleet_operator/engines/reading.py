@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import names
@@ -58,6 +58,8 @@ class Reading:
     first_rank: int = 0
     model: str = ""
     block_tokens: int = 0
+    pull: bool = False
+    """The relay pulls the events over HTTP."""
     serving: bool = True
     event_ports: tuple[int, ...] = ()
     """One for each rank, where a person listed them."""
@@ -68,6 +70,7 @@ class Reading:
         self.events = self._unread(ports.events)
         self.replay = Socket(ports.replay, exposed=self.events.exposed) if ports.replay else None
         self.http_port, self.ranks = ports.http, self.pool.ranks
+        self.pull = self.pool.events_from == EventsFrom.RELAY_PULLS
 
     @property
     def name(self) -> str:
@@ -183,14 +186,47 @@ class Reading:
             del config["enable_kv_cache_events"]
         if self.kind == Engine.TENSORRT_LLM:
             return (
-                f"add --set 'kv_cache_config.kv_events_config={json.dumps(config)}', or the same to the file "
-                "that --config names"
+                f"add --set 'kv_cache_config.kv_events_config={json.dumps(config)}', or to the file that --config "
+                "names; where the release does not know it, --set kv_cache_config.event_buffer_max_size=16384"
             )
         return f"add --kv-events-config '{json.dumps(config)}'"
 
     def facts(self) -> EngineFacts:
         """All that is known."""
         self.ranks = min(self.ranks, MOST_RANKS)
+        found = EngineFacts(
+            kind=self.kind,
+            container=self.name,
+            pull=self.pull,
+            bind=False,
+            events=(),
+            event_ports=(),
+            replay=(),
+            replay_ports=(),
+            http=f"http://{self.http_host}:{self.http_port}",
+            http_port=self.http_port,
+            ranks=self.ranks,
+            first_rank=self.first_rank,
+            model=self.model,
+            block_tokens=self.block_tokens,
+            serving=self.serving,
+            exposed=(),
+        )
+        found = self._pulled(found) if self.pull else self._published(found)
+        return replace(found, findings=tuple(self.findings))
+
+    def _pulled(self, found: EngineFacts) -> EngineFacts:
+        # Nothing more is exposed than the port that clients need, and no NetworkPolicy of ours can close that.
+        block_tokens = self.pool.engine_block_tokens or self.block_tokens
+        if not block_tokens:
+            self.found(
+                "BlockNotTold",
+                "its events, which the relay pulls, don't tell the size of a block: set engineBlockTokens of pool "
+                f"{self.pool.name} to the engine's tokens_per_block",
+            )
+        return replace(found, block_tokens=block_tokens)
+
+    def _published(self, found: EngineFacts) -> EngineFacts:
         ranks = range(self.first_rank, self.first_rank + self.ranks)
         events = self.events or Socket(self.pool.ports.events)
         event_ports = self.event_ports or tuple(events.base + rank for rank in ranks)
@@ -205,24 +241,15 @@ class Reading:
             *(event_ports if events.exposed else ()),
             *(replay_ports if self.replay and self.replay.exposed else ()),
         }
-        return EngineFacts(
-            kind=self.kind,
-            container=self.name,
+        return replace(
+            found,
             bind=events.bind,
             events=tuple(f"tcp://{events.host}:{port}" for port in self.event_ports)
             or (events.address,),
             event_ports=event_ports,
             replay=(self.replay.address,) if self.replay else (),
             replay_ports=replay_ports,
-            http=f"http://{self.http_host}:{self.http_port}",
-            http_port=self.http_port,
-            ranks=self.ranks,
-            first_rank=self.first_rank,
-            model=self.model,
-            block_tokens=self.block_tokens,
-            serving=self.serving,
             exposed=tuple(sorted(exposed)),
-            findings=tuple(self.findings),
         )
 
     def _unread(self, port: int) -> Socket:

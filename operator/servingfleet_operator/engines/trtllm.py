@@ -6,6 +6,7 @@ Most is in the file that --config names, which nobody here can read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..spec import Engine
 from .commandline import UNKNOWN, Words, program
@@ -14,6 +15,9 @@ from .reading import Reading
 
 KIND = Engine.TENSORRT_LLM
 HTTP_PORT = 8000
+TOKENS_PER_BLOCK = 32
+"""Where nothing else is set."""
+MOST_TOKENS_PER_BLOCK = 65_536
 _OTHERS = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "grpc")
 
 
@@ -40,6 +44,23 @@ def read(reading: Reading) -> None:
     )
     if UNKNOWN not in flags.positional:
         reading.model = flags.positional
+    if not flags.opaque:
+        _check(reading)
+
+
+def _check(reading: Reading) -> None:
+    try:
+        told, cache = reading.flags.tree("--set"), _cache(reading)
+    except Unreadable:
+        return  # it has been said
+    if cache.get("enable_block_reuse") is False:
+        reading.found("PrefixCachingOff", "enable_block_reuse is false: nothing is reused")
+    if not (told.get("return_perf_metrics") and told.get("enable_iter_perf_stats")):
+        reading.found(
+            "LoadNotReported",
+            "add --set return_perf_metrics=true --set enable_iter_perf_stats=true: its load is not known",
+            severe=False,
+        )
 
 
 def _ranks(reading: Reading) -> None:
@@ -53,10 +74,25 @@ def _ranks(reading: Reading) -> None:
         raise Unreadable("ranks")
 
 
-def _events(reading: Reading) -> None:
+def _cache(reading: Reading) -> Mapping[str, Any]:
     cache = reading.flags.tree("--set").get("kv_cache_config")
-    config = cache.get("kv_events_config") if isinstance(cache, Mapping) else None
+    return cache if isinstance(cache, Mapping) else {}
+
+
+def _events(reading: Reading) -> None:
+    cache = _cache(reading)
+    config = cache.get("kv_events_config")
     enabled = isinstance(config, Mapping) and bool(config.get("enable_kv_cache_events"))
     publishes = enabled and (config or {}).get("publisher") in ("zmq", None)
-    # It binds at whatever address it is given.
-    reading.read_events(config, lambda endpoint: True, publishes=publishes)
+    size, unit = cache.get("event_buffer_max_size"), cache.get("tokens_per_block")
+    buffered = type(size) is int and size > 0
+    opaque = reading.flags.opaque
+    if type(unit) is int and 0 < unit <= MOST_TOKENS_PER_BLOCK:
+        reading.block_tokens = unit
+    elif unit is None and not opaque:
+        reading.block_tokens = TOKENS_PER_BLOCK
+    # Published events are there at once, and nobody can take them away.
+    reading.pull = (buffered and (reading.pull or not publishes)) or (reading.pull and opaque)
+    if not reading.pull:
+        # It binds at whatever address it is given.
+        reading.read_events(config, lambda endpoint: True, publishes=publishes)

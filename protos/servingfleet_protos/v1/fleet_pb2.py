@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from servingfleet_protos.v1 import common_pb2 as servingfleet__protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"servingfleet_protos/v1/fleet.proto\x12\x0fservingfleet.v1\x1a#servingfleet_protos/v1/common.proto\"7\n\x12SetDrainingRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"2\n\x13SetDrainingResponse\x12\x1b\n\x13\x64ispatched_requests\x18\x01 \x01(\r\"F\n\x0fGetReuseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x12\n\nby_replica\x18\x03 \x01(\x08\"{\n\x10GetReuseResponse\x12-\n\x07reports\x18\x01 \x03(\x0b\x32\x1c.servingfleet.v1.ReuseReport\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x11\n\tmin_pairs\x18\x04 \x01(\r\"\xf1\x01\n\x0bReuseReport\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12(\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x17.servingfleet.v1.Figure\x12(\n\x04sums\x18\x04 \x01(\x0b\x32\x1a.servingfleet.v1.ReuseSums\x12=\n\tset_aside\x18\x05 \x03(\x0b\x32*.servingfleet.v1.ReuseReport.SetAsideEntry\x1a/\n\rSetAsideEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb5\x01\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03low\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04high\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\tnumerator\x18\x05 \x01(\x01\x12\x13\n\x0b\x64\x65nominator\x18\x06 \x01(\x01\x12\r\n\x05pairs\x18\x07 \x01(\x04\x12\x12\n\ndefinition\x18\x08 \x01(\tB\x08\n\x06_valueB\x06\n\x04_lowB\x07\n\x05_high\"\xc9\x02\n\tReuseSums\x12\x11\n\tdecisions\x18\x01 \x01(\x04\x12\r\n\x05pairs\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x04\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x04\x12\x11\n\tpredicted\x18\x05 \x01(\x04\x12\x0e\n\x06\x61\x63tual\x18\x06 \x01(\x04\x12\x0e\n\x06\x61greed\x18\x07 \x01(\x04\x12\x11\n\terroneous\x18\x08 \x01(\x04\x12\x15\n\rinterval_hits\x18\t \x01(\x04\x12\x10\n\x08rejected\x18\n \x01(\x04\x12\x0e\n\x06joined\x18\x0b \x01(\x04\x12\x10\n\x08\x65xpected\x18\r \x01(\x04\x12:\n\x08products\x18\x0c \x03(\x0b\x32(.servingfleet.v1.ReuseSums.ProductsEntry\x1a/\n\rProductsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"$\n\x13ListReplicasRequest\x12\r\n\x05model\x18\x01 \x01(\t\"s\n\x14ListReplicasResponse\x12*\n\x08replicas\x18\x01 \x03(\x0b\x32\x18.servingfleet.v1.Replica\x12\x11\n\x04warm\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0binstance_id\x18\x03 \x01(\tB\x07\n\x05_warm\"\x88\x03\n\x07Replica\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12$\n\x05ranks\x18\x06 \x03(\x0b\x32\x15.servingfleet.v1.Rank\x12\x11\n\tconnected\x18\x07 \x01(\x08\x12?\n\x0crelay_totals\x18\x08 \x03(\x0b\x32).servingfleet.v1.Replica.RelayTotalsEntry\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x34\n\x06labels\x18\n \x03(\x0b\x32$.servingfleet.v1.Replica.LabelsEntry\x1a\x32\n\x10RelayTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbf\x03\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.servingfleet.v1.StreamState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x17\n\nengine_seq\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12+\n\x05lanes\x18\x06 \x03(\x0b\x32\x1c.servingfleet.v1.LaneHolding\x12\x0f\n\x07\x63redits\x18\x07 \x01(\r\x12\x1d\n\x10running_requests\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10waiting_requests\x18\t \x01(\rH\x02\x88\x01\x01\x12\x17\n\nload_age_s\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1b\n\x13\x64ispatched_requests\x18\x0b \x01(\r\x12\x10\n\x08\x62roken_s\x18\x0c \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\r \x01(\x01\x12\x14\n\x0cspeed_labels\x18\x0e \x01(\x04\x42\r\n\x0b_engine_seqB\x13\n\x11_running_requestsB\x13\n\x11_waiting_requestsB\r\n\x0b_load_age_s\"\x83\x01\n\x0bLaneHolding\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x15.servingfleet.v1.Tier\x12\x30\n\x0bstate_class\x18\x02 \x01(\x0e\x32\x1b.servingfleet.v1.StateClass\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x32\x8f\x02\n\x05\x46leet\x12O\n\x08GetReuse\x12 .servingfleet.v1.GetReuseRequest\x1a!.servingfleet.v1.GetReuseResponse\x12[\n\x0cListReplicas\x12$.servingfleet.v1.ListReplicasRequest\x1a%.servingfleet.v1.ListReplicasResponse\x12X\n\x0bSetDraining\x12#.servingfleet.v1.SetDrainingRequest\x1a$.servingfleet.v1.SetDrainingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"servingfleet_protos/v1/fleet.proto\x12\x0fservingfleet.v1\x1a#servingfleet_protos/v1/common.proto\"C\n\x12SetDrainingRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\n\n\x02\x62y\x18\x03 \x01(\t\"G\n\x13SetDrainingResponse\x12\x1b\n\x13\x64ispatched_requests\x18\x01 \x01(\r\x12\x13\n\x0b\x64raining_by\x18\x02 \x03(\t\"F\n\x0fGetReuseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x12\n\nby_replica\x18\x03 \x01(\x08\"{\n\x10GetReuseResponse\x12-\n\x07reports\x18\x01 \x03(\x0b\x32\x1c.servingfleet.v1.ReuseReport\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x11\n\tmin_pairs\x18\x04 \x01(\r\"\xf1\x01\n\x0bReuseReport\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12(\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x17.servingfleet.v1.Figure\x12(\n\x04sums\x18\x04 \x01(\x0b\x32\x1a.servingfleet.v1.ReuseSums\x12=\n\tset_aside\x18\x05 \x03(\x0b\x32*.servingfleet.v1.ReuseReport.SetAsideEntry\x1a/\n\rSetAsideEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb5\x01\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03low\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04high\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\tnumerator\x18\x05 \x01(\x01\x12\x13\n\x0b\x64\x65nominator\x18\x06 \x01(\x01\x12\r\n\x05pairs\x18\x07 \x01(\x04\x12\x12\n\ndefinition\x18\x08 \x01(\tB\x08\n\x06_valueB\x06\n\x04_lowB\x07\n\x05_high\"\xc9\x02\n\tReuseSums\x12\x11\n\tdecisions\x18\x01 \x01(\x04\x12\r\n\x05pairs\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x04\x12\x0c\n\x04\x62\x65st\x18\x04 \x01(\x04\x12\x11\n\tpredicted\x18\x05 \x01(\x04\x12\x0e\n\x06\x61\x63tual\x18\x06 \x01(\x04\x12\x0e\n\x06\x61greed\x18\x07 \x01(\x04\x12\x11\n\terroneous\x18\x08 \x01(\x04\x12\x15\n\rinterval_hits\x18\t \x01(\x04\x12\x10\n\x08rejected\x18\n \x01(\x04\x12\x0e\n\x06joined\x18\x0b \x01(\x04\x12\x10\n\x08\x65xpected\x18\r \x01(\x04\x12:\n\x08products\x18\x0c \x03(\x0b\x32(.servingfleet.v1.ReuseSums.ProductsEntry\x1a/\n\rProductsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"$\n\x13ListReplicasRequest\x12\r\n\x05model\x18\x01 \x01(\t\"s\n\x14ListReplicasResponse\x12*\n\x08replicas\x18\x01 \x03(\x0b\x32\x18.servingfleet.v1.Replica\x12\x11\n\x04warm\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0binstance_id\x18\x03 \x01(\tB\x07\n\x05_warm\"\x8b\x03\n\x07Replica\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12$\n\x05ranks\x18\x06 \x03(\x0b\x32\x15.servingfleet.v1.Rank\x12\x11\n\tconnected\x18\x07 \x01(\x08\x12?\n\x0crelay_totals\x18\x08 \x03(\x0b\x32).servingfleet.v1.Replica.RelayTotalsEntry\x12\x13\n\x0b\x64raining_by\x18\t \x03(\t\x12\x34\n\x06labels\x18\n \x03(\x0b\x32$.servingfleet.v1.Replica.LabelsEntry\x1a\x32\n\x10RelayTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbf\x03\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.servingfleet.v1.StreamState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x17\n\nengine_seq\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12+\n\x05lanes\x18\x06 \x03(\x0b\x32\x1c.servingfleet.v1.LaneHolding\x12\x0f\n\x07\x63redits\x18\x07 \x01(\r\x12\x1d\n\x10running_requests\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10waiting_requests\x18\t \x01(\rH\x02\x88\x01\x01\x12\x17\n\nload_age_s\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1b\n\x13\x64ispatched_requests\x18\x0b \x01(\r\x12\x10\n\x08\x62roken_s\x18\x0c \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\r \x01(\x01\x12\x14\n\x0cspeed_labels\x18\x0e \x01(\x04\x42\r\n\x0b_engine_seqB\x13\n\x11_running_requestsB\x13\n\x11_waiting_requestsB\r\n\x0b_load_age_s\"\x83\x01\n\x0bLaneHolding\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x15.servingfleet.v1.Tier\x12\x30\n\x0bstate_class\x18\x02 \x01(\x0e\x32\x1b.servingfleet.v1.StateClass\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x32\x8f\x02\n\x05\x46leet\x12O\n\x08GetReuse\x12 .servingfleet.v1.GetReuseRequest\x1a!.servingfleet.v1.GetReuseResponse\x12[\n\x0cListReplicas\x12$.servingfleet.v1.ListReplicasRequest\x1a%.servingfleet.v1.ListReplicasResponse\x12X\n\x0bSetDraining\x12#.servingfleet.v1.SetDrainingRequest\x1a$.servingfleet.v1.SetDrainingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,37 +41,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICA_LABELSENTRY']._loaded_options = None
   _globals['_REPLICA_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_SETDRAININGREQUEST']._serialized_start=92
-  _globals['_SETDRAININGREQUEST']._serialized_end=147
-  _globals['_SETDRAININGRESPONSE']._serialized_start=149
-  _globals['_SETDRAININGRESPONSE']._serialized_end=199
-  _globals['_GETREUSEREQUEST']._serialized_start=201
-  _globals['_GETREUSEREQUEST']._serialized_end=271
-  _globals['_GETREUSERESPONSE']._serialized_start=273
-  _globals['_GETREUSERESPONSE']._serialized_end=396
-  _globals['_REUSEREPORT']._serialized_start=399
-  _globals['_REUSEREPORT']._serialized_end=640
-  _globals['_REUSEREPORT_SETASIDEENTRY']._serialized_start=593
-  _globals['_REUSEREPORT_SETASIDEENTRY']._serialized_end=640
-  _globals['_FIGURE']._serialized_start=643
-  _globals['_FIGURE']._serialized_end=824
-  _globals['_REUSESUMS']._serialized_start=827
-  _globals['_REUSESUMS']._serialized_end=1156
-  _globals['_REUSESUMS_PRODUCTSENTRY']._serialized_start=1109
-  _globals['_REUSESUMS_PRODUCTSENTRY']._serialized_end=1156
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1158
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1194
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1196
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1311
-  _globals['_REPLICA']._serialized_start=1314
-  _globals['_REPLICA']._serialized_end=1706
-  _globals['_REPLICA_RELAYTOTALSENTRY']._serialized_start=1609
-  _globals['_REPLICA_RELAYTOTALSENTRY']._serialized_end=1659
-  _globals['_REPLICA_LABELSENTRY']._serialized_start=1661
-  _globals['_REPLICA_LABELSENTRY']._serialized_end=1706
-  _globals['_RANK']._serialized_start=1709
-  _globals['_RANK']._serialized_end=2156
-  _globals['_LANEHOLDING']._serialized_start=2159
-  _globals['_LANEHOLDING']._serialized_end=2290
-  _globals['_FLEET']._serialized_start=2293
-  _globals['_FLEET']._serialized_end=2564
+  _globals['_SETDRAININGREQUEST']._serialized_end=159
+  _globals['_SETDRAININGRESPONSE']._serialized_start=161
+  _globals['_SETDRAININGRESPONSE']._serialized_end=232
+  _globals['_GETREUSEREQUEST']._serialized_start=234
+  _globals['_GETREUSEREQUEST']._serialized_end=304
+  _globals['_GETREUSERESPONSE']._serialized_start=306
+  _globals['_GETREUSERESPONSE']._serialized_end=429
+  _globals['_REUSEREPORT']._serialized_start=432
+  _globals['_REUSEREPORT']._serialized_end=673
+  _globals['_REUSEREPORT_SETASIDEENTRY']._serialized_start=626
+  _globals['_REUSEREPORT_SETASIDEENTRY']._serialized_end=673
+  _globals['_FIGURE']._serialized_start=676
+  _globals['_FIGURE']._serialized_end=857
+  _globals['_REUSESUMS']._serialized_start=860
+  _globals['_REUSESUMS']._serialized_end=1189
+  _globals['_REUSESUMS_PRODUCTSENTRY']._serialized_start=1142
+  _globals['_REUSESUMS_PRODUCTSENTRY']._serialized_end=1189
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1191
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1227
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1229
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1344
+  _globals['_REPLICA']._serialized_start=1347
+  _globals['_REPLICA']._serialized_end=1742
+  _globals['_REPLICA_RELAYTOTALSENTRY']._serialized_start=1645
+  _globals['_REPLICA_RELAYTOTALSENTRY']._serialized_end=1695
+  _globals['_REPLICA_LABELSENTRY']._serialized_start=1697
+  _globals['_REPLICA_LABELSENTRY']._serialized_end=1742
+  _globals['_RANK']._serialized_start=1745
+  _globals['_RANK']._serialized_end=2192
+  _globals['_LANEHOLDING']._serialized_start=2195
+  _globals['_LANEHOLDING']._serialized_end=2326
+  _globals['_FLEET']._serialized_start=2329
+  _globals['_FLEET']._serialized_end=2600
 # @@protoc_insertion_point(module_scope)

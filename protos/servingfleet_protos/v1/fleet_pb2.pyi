@@ -27,18 +27,24 @@ class SetDrainingRequest(_message.Message):
 
     REPLICA_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     draining: _builtins.bool
     """True: no new request goes there; what runs there goes on."""
+    by: _builtins.str
+    """In whose name, 1 to 64 bytes: "operator", "cli", ... A replica drains until everybody who drained it has taken that
+    back, at most 8 of them.
+    """
     def __init__(
         self,
         *,
         replica: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "draining", b"draining", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -49,16 +55,22 @@ class SetDrainingResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DISPATCHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    DRAINING_BY_FIELD_NUMBER: _builtins.int
     dispatched_requests: _builtins.int
     """Requests sent there by this scheduler and not yet ended."""
+    @_builtins.property
+    def draining_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who drains it now. Empty: it takes requests."""
+
     def __init__(
         self,
         *,
         dispatched_requests: _builtins.int = ...,
+        draining_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_requests", b"dispatched_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_requests", b"dispatched_requests", "draining_by", b"draining_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,7 +443,7 @@ class Replica(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
     RELAY_TOTALS_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
+    DRAINING_BY_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     model: _builtins.str
@@ -440,13 +452,15 @@ class Replica(_message.Message):
     endpoint: _builtins.str
     connected: _builtins.bool
     """True: a relay's stream is open now."""
-    draining: _builtins.bool
-    """True: no new request goes there."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rank]: ...
     @_builtins.property
     def relay_totals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Totals from its relay; empty: none yet."""
+
+    @_builtins.property
+    def draining_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who drains it: no new request goes there. Empty: nobody does."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -461,12 +475,12 @@ class Replica(_message.Message):
         ranks: _abc.Iterable[Global___Rank] | None = ...,
         connected: _builtins.bool = ...,
         relay_totals: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        draining: _builtins.bool = ...,
+        draining_by: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "engine", b"engine", "engine_version", b"engine_version", "labels", b"labels", "model", b"model", "ranks", b"ranks", "relay_totals", b"relay_totals", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining_by", b"draining_by", "endpoint", b"endpoint", "engine", b"engine", "engine_version", b"engine_version", "labels", b"labels", "model", b"model", "ranks", b"ranks", "relay_totals", b"relay_totals", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,7 +518,7 @@ class Rank(_message.Message):
     dispatched_requests: _builtins.int
     """Requests sent there by this scheduler and not yet ended."""
     broken_s: _builtins.float
-    """Seconds for which its circuit breaker stays open: requests failed there in a row. 0: closed."""
+    """Seconds for which its circuit breaker stays open: requests failed there. 0: closed, or a probe may go there."""
     prefill_tokens_per_s: _builtins.float
     """Prefill speed as learned from outcomes, tokens a second of a prompt of 1,024 tokens. 0: nothing learned yet."""
     speed_labels: _builtins.int

@@ -337,6 +337,26 @@ class RouteResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class BodyEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DECISION_ID_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -348,6 +368,9 @@ class RouteResponse(_message.Message):
     FALLBACKS_FIELD_NUMBER: _builtins.int
     ESTIMATED_SD_S_FIELD_NUMBER: _builtins.int
     PROPENSITY_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    LAST_RESORT_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Token that Report needs; opaque, at most 1 KiB."""
     endpoint: _builtins.str
@@ -361,6 +384,10 @@ class RouteResponse(_message.Message):
     """Standard deviation of `estimated_ttft_s`, seconds."""
     propensity: _builtins.float
     """Probability with which this target was chosen: below 1 where chance broke a near tie or explored."""
+    pinned: _builtins.bool
+    """True: the session stays where it went last, as `pin_session` asked."""
+    last_resort: _builtins.bool
+    """True: requests keep failing on every target that the request allows; this is the least bad of them."""
     @_builtins.property
     def target(self) -> _common_pb2.Target: ...
     @_builtins.property
@@ -372,6 +399,12 @@ class RouteResponse(_message.Message):
     @_builtins.property
     def fallbacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fallback]:
         """Next best, best first."""
+
+    @_builtins.property
+    def body(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Fields to set in the request's JSON body, values as JSON: what makes an engine run it on that rank that reads no
+        header.
+        """
 
     def __init__(
         self,
@@ -387,10 +420,13 @@ class RouteResponse(_message.Message):
         fallbacks: _abc.Iterable[Global___Fallback] | None = ...,
         estimated_sd_s: _builtins.float = ...,
         propensity: _builtins.float = ...,
+        body: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        pinned: _builtins.bool = ...,
+        last_resort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "decision_id", b"decision_id", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "fallbacks", b"fallbacks", "headers", b"headers", "policy", b"policy", "prediction", b"prediction", "propensity", b"propensity", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "body", b"body", "decision_id", b"decision_id", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "fallbacks", b"fallbacks", "headers", b"headers", "last_resort", b"last_resort", "pinned", b"pinned", "policy", b"policy", "prediction", b"prediction", "propensity", b"propensity", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,11 +456,32 @@ class Fallback(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class BodyEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TARGET_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     ESTIMATED_TTFT_S_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     estimated_ttft_s: _builtins.float
     @_builtins.property
@@ -435,6 +492,10 @@ class Fallback(_message.Message):
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """As in RouteResponse."""
 
+    @_builtins.property
+    def body(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in RouteResponse."""
+
     def __init__(
         self,
         *,
@@ -443,10 +504,11 @@ class Fallback(_message.Message):
         estimated_ttft_s: _builtins.float = ...,
         prediction: Global___Prediction | None = ...,
         headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        body: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "estimated_ttft_s", b"estimated_ttft_s", "headers", b"headers", "prediction", b"prediction", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "endpoint", b"endpoint", "estimated_ttft_s", b"estimated_ttft_s", "headers", b"headers", "prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -615,6 +677,7 @@ class ReportRequest(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
     PROMPTS_IN_USAGE_FIELD_NUMBER: _builtins.int
+    FAILED_ON_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     stage: Global___ReportRequest.Stage.ValueType
     prompt_tokens: _builtins.int
@@ -634,6 +697,12 @@ class ReportRequest(_message.Message):
     def cached_by_tier(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierTokens]:
         """The same by tier, where the engine tells. Empty: it does not."""
 
+    @_builtins.property
+    def failed_on(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Target]:
+        """Targets on which the engine failed before the request went on to `ran_on`: speaks against them as STAGE_FAILED
+        would. At most 16.
+        """
+
     def __init__(
         self,
         *,
@@ -646,10 +715,11 @@ class ReportRequest(_message.Message):
         output_tokens: _builtins.int | None = ...,
         ttft_s: _builtins.float | None = ...,
         prompts_in_usage: _builtins.int = ...,
+        failed_on: _abc.Iterable[_common_pb2.Target] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "_ttft_s", b"_ttft_s", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "ran_on", b"ran_on", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "_ttft_s", b"_ttft_s", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "prompts_in_usage", b"prompts_in_usage", "ran_on", b"ran_on", "stage", b"stage", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "_ttft_s", b"_ttft_s", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "failed_on", b"failed_on", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "prompts_in_usage", b"prompts_in_usage", "ran_on", b"ran_on", "stage", b"stage", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

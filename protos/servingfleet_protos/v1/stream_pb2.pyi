@@ -297,6 +297,8 @@ class Profile(_message.Message):
     SALTS_SEPARATED_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    RANK_FIELDS_FIELD_NUMBER: _builtins.int
+    MIXED_STEPS_FIELD_NUMBER: _builtins.int
     key_form: _common_pb2.KeyForm.ValueType
     adapters_separated: _builtins.bool
     """True: blocks of different adapters (LoRA) are told apart by the engine's events."""
@@ -306,6 +308,8 @@ class Profile(_message.Message):
     """"vllm", "sglang", ...: for people and metrics only, no rule depends on it. Empty: not known yet."""
     engine_version: _builtins.str
     """As the engine reports it. Empty: not known yet."""
+    mixed_steps: _builtins.bool
+    """True: running decodes take part in the steps that compute prompts. False: prompts go first, decodes wait."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lane]:
         """Indexed by `Lane.lane`. At most 64."""
@@ -313,6 +317,12 @@ class Profile(_message.Message):
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRule]:
         """At most one per tier."""
+
+    @_builtins.property
+    def rank_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of a request's JSON body that take the data-parallel rank as a number, beside the header
+        X-data-parallel-rank. At most 4, each at most 64 bytes.
+        """
 
     def __init__(
         self,
@@ -324,10 +334,12 @@ class Profile(_message.Message):
         salts_separated: _builtins.bool = ...,
         engine: _builtins.str = ...,
         engine_version: _builtins.str = ...,
+        rank_fields: _abc.Iterable[_builtins.str] | None = ...,
+        mixed_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_separated", b"adapters_separated", "engine", b"engine", "engine_version", b"engine_version", "key_form", b"key_form", "lanes", b"lanes", "salts_separated", b"salts_separated", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_separated", b"adapters_separated", "engine", b"engine", "engine_version", b"engine_version", "key_form", b"key_form", "lanes", b"lanes", "mixed_steps", b"mixed_steps", "rank_fields", b"rank_fields", "salts_separated", b"salts_separated", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,16 +424,45 @@ class TierRule(_message.Message):
     CAP_PROMPT: TierRule.Cap.ValueType  # 2
     """At most prompt tokens."""
 
+    class _Overlap:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OverlapEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[TierRule._Overlap.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        OVERLAP_UNSPECIFIED: TierRule._Overlap.ValueType  # 0
+        """Loads are followed by the prompt's computing."""
+        OVERLAP_QUEUE: TierRule._Overlap.ValueType  # 1
+        """They run while the request waits for its turn; others are computed meanwhile."""
+        OVERLAP_COMPUTE: TierRule._Overlap.ValueType  # 2
+        """They run while the prompt is computed, layer by layer."""
+
+    class Overlap(_Overlap, metaclass=_OverlapEnumTypeWrapper): ...
+    OVERLAP_UNSPECIFIED: TierRule.Overlap.ValueType  # 0
+    """Loads are followed by the prompt's computing."""
+    OVERLAP_QUEUE: TierRule.Overlap.ValueType  # 1
+    """They run while the request waits for its turn; others are computed meanwhile."""
+    OVERLAP_COMPUTE: TierRule.Overlap.ValueType  # 2
+    """They run while the prompt is computed, layer by layer."""
+
     TIER_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
     LESS_UNITS_FIELD_NUMBER: _builtins.int
     EXTENDS_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
+    OVERLAP_SHARE_FIELD_NUMBER: _builtins.int
+    ALWAYS_LOADS_FIELD_NUMBER: _builtins.int
     tier: _common_pb2.Tier.ValueType
     cap: Global___TierRule.Cap.ValueType
     less_units: _builtins.int
     """Units taken off the claim after the cap (speculative decoding drops one)."""
     extends: _builtins.bool
     """True: the walk may go on in this tier where faster tiers end."""
+    overlap: Global___TierRule.Overlap.ValueType
+    overlap_share: _builtins.float
+    """Share of that time, 0 to 1, that hides a load."""
+    always_loads: _builtins.bool
+    """True: what the tier holds is loaded also where computing it again would be faster."""
     def __init__(
         self,
         *,
@@ -429,10 +470,13 @@ class TierRule(_message.Message):
         cap: Global___TierRule.Cap.ValueType = ...,
         less_units: _builtins.int = ...,
         extends: _builtins.bool = ...,
+        overlap: Global___TierRule.Overlap.ValueType = ...,
+        overlap_share: _builtins.float = ...,
+        always_loads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cap", b"cap", "extends", b"extends", "less_units", b"less_units", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["always_loads", b"always_loads", "cap", b"cap", "extends", b"extends", "less_units", b"less_units", "overlap", b"overlap", "overlap_share", b"overlap_share", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,7 +651,9 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class CreditOpened(_message.Message):
-    """A prompt was dispatched: what it will leave in the cache may be counted before the engine says so."""
+    """A prompt was dispatched: what it will leave in the cache may be counted before the engine says so, and the work that it
+    brings is ahead of the next.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -619,6 +665,7 @@ class CreditOpened(_message.Message):
     EXPIRES_S_FIELD_NUMBER: _builtins.int
     WORK_S_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     rank: _builtins.int
     hashes: _builtins.bytes
@@ -632,6 +679,8 @@ class CreditOpened(_message.Message):
     """Seconds of work that the prompt brings, as its scheduler expects: prefill and loads. 0: not told."""
     session: _builtins.int
     """Session to which the prompt belongs, hashed with the fleet's key. 0: none."""
+    predicted: _builtins.int
+    """Tokens of it that its scheduler predicts to be reused there. Absent: not told, or none by the request's wish."""
     def __init__(
         self,
         *,
@@ -643,12 +692,15 @@ class CreditOpened(_message.Message):
         expires_s: _builtins.float = ...,
         work_s: _builtins.float = ...,
         session: _builtins.int = ...,
+        predicted: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted", b"_predicted", "predicted", b"predicted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "expires_s", b"expires_s", "hashes", b"hashes", "origin", b"origin", "prompt_tokens", b"prompt_tokens", "rank", b"rank", "session", b"session", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted", b"_predicted", "decision_id", b"decision_id", "expires_s", b"expires_s", "hashes", b"hashes", "origin", b"origin", "predicted", b"predicted", "prompt_tokens", b"prompt_tokens", "rank", b"rank", "session", b"session", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted: _TypeAlias = _typing.Literal["predicted"]  # noqa: Y015
+    _WhichOneofArgType__predicted: _TypeAlias = _typing.Literal["_predicted", b"_predicted"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted) -> _WhichOneofReturnType__predicted | None: ...
 
 Global___CreditOpened: _TypeAlias = CreditOpened  # noqa: Y015
 
@@ -707,22 +759,37 @@ class Outcome(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENGINE_SEQ_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     predicted: _builtins.int
     """Tokens."""
     reported: _builtins.int
+    incarnation: _builtins.int
+    """What the prediction rested on: the last `RankState.incarnation` and `engine_seq` of the rank that the scheduler had
+    applied by then. 0: an earlier release, which does not say.
+    """
+    engine_seq: _builtins.int
+    age_s: _builtins.float
+    """Seconds between the prediction and this message."""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         predicted: _builtins.int = ...,
         reported: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        engine_seq: _builtins.int | None = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq", "engine_seq", b"engine_seq"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted", b"predicted", "rank", b"rank", "reported", b"reported"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq", "age_s", b"age_s", "engine_seq", b"engine_seq", "incarnation", b"incarnation", "predicted", b"predicted", "rank", b"rank", "reported", b"reported"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__engine_seq: _TypeAlias = _typing.Literal["engine_seq"]  # noqa: Y015
+    _WhichOneofArgType__engine_seq: _TypeAlias = _typing.Literal["_engine_seq", b"_engine_seq"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine_seq) -> _WhichOneofReturnType__engine_seq | None: ...
 
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from servingfleet_protos.v1.stream_pb2 import TierRule
+
 from .claims import Claim
 
 
@@ -112,6 +114,8 @@ class Stored:
     """Whatever enters the hashes beside the tokens is told. Else a block that is known keeps its place."""
     span: Span | None = None
     """Only of a placeholder."""
+    computed: bool = False
+    """Its blocks were computed: it is no mere report of what was held before."""
 
     @property
     def count(self) -> int:
@@ -203,6 +207,12 @@ class TierTraits:
     """What it says that something is removed that is not held here."""
     root_once: bool = False
     """What is held is not announced again: a prompt's first block that comes twice is of two namespaces."""
+    overlap: int = TierRule.OVERLAP_UNSPECIFIED
+    """What goes on while a hit is loaded (TierRule.Overlap)."""
+    overlap_share: float = 0.0
+    """Of that time, what hides a load."""
+    always_loads: bool = False
+    """A hit is loaded also where computing it again would be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +243,8 @@ class EngineProfile:
     """The hash of a prompt's first block shows its namespace; one that shows none is opaque."""
     copies_first: bool = False
     """A copy on the host is announced before the GPU's is gone."""
+    mixed_steps: bool = False
+    """Running decodes take part in the steps that compute prompts; else prompts go first."""
     fixed_unit: bool = False
     """One block size for all: another means another engine or release."""
     adapters_since: tuple[int, ...] = ()
@@ -243,6 +255,11 @@ class EngineProfile:
     """The release beside which it was read and recorded."""
     claims: tuple[Claim, ...] = ()
     """What is known of it, feature by feature."""
+    rank_fields: tuple[str, ...] = ()
+    """Fields of a request's JSON body that take the data-parallel rank, for releases that do not read the header
+    X-data-parallel-rank."""
+    report_flag: str = ""
+    """What makes its answers say what they reused. "": nothing is needed."""
     never_run: str = ""
     """Why nothing of it is ever certain. "": it was read beside a running engine."""
 

@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 from servingfleet_protos.v1.common_pb2 import TIER_GPU, TIER_HOST
+from servingfleet_protos.v1.stream_pb2 import TierRule
 
 from . import claims, schema, wire
 from .events import (
@@ -46,7 +47,16 @@ PROFILE = EngineProfile(
             stray_removal=Doubt.AMBIGUOUS,
             root_once=True,
         ),
-        TIER_HOST: TierTraits(multiset=False, whole_prompt=False, upper_in_predicted=True),
+        # A layer is loaded while the one before it is computed. One profile of a large model hid nothing, the enqueueing
+        # being what took time; the design hides all but the first layer: half, until somebody measures it.
+        TIER_HOST: TierTraits(
+            multiset=False,
+            whole_prompt=False,
+            upper_in_predicted=True,
+            overlap=TierRule.OVERLAP_COMPUTE,
+            overlap_share=0.5,
+            always_loads=True,
+        ),
     },
     cleared_tiers=frozenset({TIER_GPU, TIER_HOST}),
     attention_kinds=frozenset({None}),
@@ -55,6 +65,9 @@ PROFILE = EngineProfile(
     fixed_unit=True,
     adapters_since=(0, 5, 23),
     recorded=(0, 5, 23),
+    # The header is read since March 2026 (#19832); the second name is the older one, and still taken.
+    rank_fields=("routed_dp_rank", "data_parallel_rank"),
+    report_flag="--enable-cache-report",
     claims=claims.SGLANG,
     generations=(
         schema.arrays((0, 4, 6), 6, 2, batch_length=2),

@@ -18,7 +18,7 @@ from .schema import gone
 from .trtllm import as_list, hashes_of, shape_of
 from .wire import BadValue
 
-__all__ = ["EVENT_ID", "Reader", "place_of"]
+__all__ = ["EVENT_ID", "Reader", "message_of", "place_of"]
 
 EVENT_ID = "event_id"
 _LEVELS = {0: TIER_GPU, 1: TIER_HOST}
@@ -50,6 +50,16 @@ def place_of(entry: object) -> tuple[int, int] | None:
     if rank is None:
         return 0, entry[EVENT_ID]
     return (rank, entry[EVENT_ID]) if wire.is_integer(rank, 0, 2**16) else None
+
+
+def message_of(entry: object) -> tuple[int, tuple[bytes, bytes, bytes]] | None:
+    """Rank of an entry, and the frames under which it is read: as if it had been published. None: it can't be read."""
+    place = place_of(entry)
+    if place is None:
+        return None
+    rank, number = place
+    payload = json.dumps(entry, separators=(",", ":")).encode()
+    return rank, (b"", number.to_bytes(8, "big"), payload)
 
 
 class Reader:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from servingfleet_protos.v1.common_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_SHARED
+from servingfleet_protos.v1.stream_pb2 import TierRule
 
 from . import claims, schema, wire
 from .events import (
@@ -30,6 +31,7 @@ from .events import (
     Stored,
     TierTraits,
 )
+from .proof import with_proof
 from .schema import GRAVE, TEXT, Schema
 from .wire import BadValue
 
@@ -45,6 +47,18 @@ __all__ = [
     "decode",
 ]
 
+# Connectors load a hit whole before the request's first step, whatever it costs, while others are computed; they begin
+# when the scheduler reaches the request with budget left, so that only part of its waiting hides the load: half, until
+# somebody measures it.
+_LOADED = TierTraits(
+    multiset=False,
+    whole_prompt=True,
+    upper_in_predicted=True,
+    overlap=TierRule.OVERLAP_QUEUE,
+    overlap_share=0.5,
+    always_loads=True,
+)
+
 PROFILE = EngineProfile(
     engine="vllm",
     tiers={
@@ -52,14 +66,11 @@ PROFILE = EngineProfile(
         # may be a mere report of a hit (kv_cache_report_mode "full"): an upper bound, predicted by nobody.
         TIER_GPU: TierTraits(multiset=True, whole_prompt=False, upper_in_predicted=False),
         # Measured: after a reset of the GPU the host tier still hits, and such hits may report the whole prompt.
-        TIER_HOST: TierTraits(multiset=False, whole_prompt=True, upper_in_predicted=True),
-        TIER_DISK: TierTraits(
-            multiset=False, whole_prompt=True, upper_in_predicted=False, append_only=True
-        ),
-        TIER_SHARED: TierTraits(
-            multiset=False, whole_prompt=True, upper_in_predicted=True, append_only=True
-        ),
+        TIER_HOST: _LOADED,
+        TIER_DISK: replace(_LOADED, upper_in_predicted=False, append_only=True),
+        TIER_SHARED: replace(_LOADED, append_only=True),
     },
+    mixed_steps=True,
     # AllBlocksCleared names no medium and means the GPU only.
     cleared_tiers=frozenset({TIER_GPU}),
     attention_kinds=frozenset({None, "full_attention", "mla_attention"}),
@@ -67,6 +78,7 @@ PROFILE = EngineProfile(
     recurrent_kinds=frozenset({"mamba"}),
     chunked_kinds=frozenset({"chunked_local_attention"}),
     recorded=(0, 32),
+    report_flag="--enable-prompt-tokens-details",
     claims=claims.VLLM,
     generations=(
         schema.arrays((0, 9), 6, 2, batch_length=2),
@@ -108,12 +120,12 @@ _CONSTANT = ("group_idx", "kv_cache_spec_kind")
 
 def decode(frames: Sequence[bytes]) -> Batch:
     """One live message, frames as received. Never raises: trouble is among the batch's events."""
-    return schema.decode(frames, _SCHEMAS)
+    return with_proof(schema.decode(frames, _SCHEMAS))
 
 
 def decode_payload(payload: bytes) -> Batch:
     """One batch. Never raises: trouble is among the batch's events."""
-    return schema.decode_payload(payload, _SCHEMAS)
+    return with_proof(schema.decode_payload(payload, _SCHEMAS))
 
 
 def _stored(fields: Mapping[str, Any], shape: Shape) -> Sequence[Event]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from servingfleet_protos.v1.common_pb2 import TIER_GPU
 
-from ..adapters.events import Batch, Doubt, Stored
+from ..adapters.events import Batch, Doubt, EngineProfile, Stored
 from .standing import Finding
 
 BLOCKS = 3
@@ -35,7 +35,8 @@ def prompt_of(unit_tokens: int, rng: random.Random) -> list[int]:
 class Canary:
     """What is expected of one prompt, and what was seen of it."""
 
-    def __init__(self, prompt: Sequence[int], unit_tokens: int) -> None:
+    def __init__(self, prompt: Sequence[int], unit_tokens: int, engine: EngineProfile) -> None:
+        self._engine = engine
         self.prompt = tuple(prompt)
         self.unit_tokens = unit_tokens
         self._packed = struct.pack(f"<{len(prompt)}I", *prompt)
@@ -58,7 +59,7 @@ class Canary:
 
     def differences(self, first: int | None, second: int | None) -> tuple[str, ...]:
         """What is not as it should be. `first` and `second`: cached tokens that the engine reported for the prompt, None
-        where it reported none."""
+        where its answer does not say."""
         found = list(self._oddities)
         if not self.announced:
             found.append(
@@ -69,8 +70,12 @@ class Canary:
             ("first", first, {0}),
             ("second", second, {whole, whole - self.unit_tokens} if self._pairs else {whole}),
         ):
+            if reported is None and second is not None:
+                continue  # SGLang, and some vLLM, leave out that nothing was reused
             if reported is None:
-                found.append(f"the {name} answer reports no cached tokens")
+                flag = self._engine.report_flag
+                hint = f": the engine needs {flag} to report any" if flag else ""
+                found.append(f"the {name} answer reports no cached tokens{hint}")
             elif reported not in allowed:
                 hint = ""
                 if name == "second" and reported == whole - self.unit_tokens:

@@ -12,6 +12,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ..eviction import Tail
+from .rules import UNKNOWN, Rules
 from .speeds import DEFAULTS, Speeds
 
 
@@ -50,6 +52,24 @@ class Candidate(NamedTuple):
     """Number of the last dispatch there, rising over all targets; 0: never."""
     speeds: Speeds = DEFAULTS
     """Of its pool."""
+    queue_sd_s: float = 0.0
+    """Standard deviation of `queue_s`: the wider, the older the engine's metrics."""
+    queue_noise_s: float = 0.0
+    """The same, were the metrics fresh."""
+    kv_usage: float = 0.0
+    """Share of the GPU cache in use, 0 to 1."""
+    scale: float = 1.0
+    """What this rank takes of its pool's seconds: 1.2 is a fifth slower."""
+    scale_sd: float = 0.0
+    """Standard deviation of `scale`."""
+    labels: int = 0
+    """Outcomes that its speed was learned from."""
+    rules: Rules = UNKNOWN
+    """Of its engine."""
+    tail: Tail | None = None
+    """The last predicted block, for what its outcome may teach. None: too little is known of it."""
+    quantile: float = 0.5
+    """Where between `lower` and `upper` the prompt's reuse is priced; 0.5: at `expected`."""
 
 
 class Term(NamedTuple):
@@ -59,24 +79,58 @@ class Term(NamedTuple):
     seconds: float
 
 
+PARTS = (
+    "queue",
+    "prefill",
+    "load_host",
+    "load_disk",
+    "load_shared",
+    "recompute_host",
+    "recompute_disk",
+    "recompute_shared",
+    "evicted",
+    "uncertain",
+    "decodes",
+    "unproven",
+)
+"""Names of an estimate's parts; docs/scheduler.md says what each is."""
+_ALWAYS = 2
+"""Parts that are told also where they are zero."""
+
+
 class Estimate(NamedTuple):
     """A candidate and its expected seconds to first token."""
 
     candidate: Candidate
-    terms: tuple[Term, ...]
+    parts: tuple[float, ...]
+    """Seconds, in the order of PARTS."""
     seconds: float
-    """Sum of the terms."""
+    """Sum of the parts."""
+    work_s: float = 0.0
+    """Of them, what this prompt takes once its turn has come."""
     sd_s: float = 0.0
     """Standard deviation of `seconds`."""
     propensity: float = 1.0
     """Probability with which the policy would put it first; 0 for all others where no chance was in play."""
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The parts by name, without those that are nothing."""
+        named = zip(PARTS, self.parts, strict=True)
+        return tuple(
+            Term(name, seconds)
+            for number, (name, seconds) in enumerate(named)
+            if seconds or number < _ALWAYS
+        )
 
 
 class Policy(Protocol):
     """Orders candidates, best first."""
 
     name: str
+    from_memory: bool
+    """It wants candidates whose reuse is what this scheduler remembers to have sent there, not what is known."""
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
-        """A permutation of `estimates`. Chance, where it is wanted, comes from `rng` only."""
+        """A permutation of `estimates`, each with its propensity. Chance, where it is wanted, comes from `rng` only."""
         ...

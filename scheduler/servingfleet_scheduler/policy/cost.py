@@ -1,4 +1,4 @@
-"""The least expected seconds to first token; near ties are broken by chance."""
+"""The least expected seconds to first token; near ties are broken by chance, and a few decisions explore."""
 
 from __future__ import annotations
 
@@ -9,24 +9,65 @@ from collections.abc import Sequence
 from .candidate import Estimate
 
 TIE_SHARE = 0.01
-"""Estimates within 1% of the best are equal as far as the plain defaults can tell."""
+"""Estimates within 1% of the best are equal as far as speeds can be known."""
 TIE_S = 0.001
+NEAR_SHARE = 0.10
+"""What explores goes to one of those within 10% of the best: prompts differ from their estimate by as much."""
+EXPLORE_SHARE = 0.01
+"""Of decisions that explore: enough for a comparison with what was not chosen, and 0.1% of time at most."""
+COLD_LABELS = 20
+"""Outcomes after which a rank's speed is known within 10%."""
+COLD_SD_SHARE = 0.5
+"""Standard deviation of the work's seconds on a rank without any: unlike pools differ by a factor of two."""
+COLD_BONUS = 0.5
+"""Standard deviations that a cold rank is taken to be faster, so that it gets prompts to be known by."""
 
 
 class Cost:
     """Orders by seconds. Chance among near ties spreads a burst of unknown prompts over idle replicas."""
 
     name = "cost"
+    from_memory = False
+
+    def __init__(self, explore_share: float = EXPLORE_SHARE) -> None:
+        self._explore_share = explore_share
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
-        ordered = sorted(
-            estimates, key=lambda each: (each.seconds, each.candidate.replica, each.candidate.rank)
-        )
-        if not ordered:
+        if not estimates:
             return []
-        limit = ordered[0].seconds + max(TIE_S, TIE_SHARE * ordered[0].seconds)
-        ties = bisect_right(ordered, limit, key=lambda each: each.seconds)
-        if ties > 1:
-            chosen = ordered.pop(rng.randrange(ties))
-            ordered.insert(0, chosen)
+        prices = _prices(estimates)
+        places = sorted(range(len(prices)), key=prices.__getitem__)
+        best = prices[places[0]]
+        ties = _within(places, prices, best + max(TIE_S, TIE_SHARE * best))
+        near = max(ties, _within(places, prices, best + NEAR_SHARE * best))
+        explore = self._explore_share if near > 1 else 0.0
+        chosen = 0
+        if near > 1:
+            among = near if rng.random() < explore else ties
+            chosen = rng.randrange(among) if among > 1 else 0
+        ordered = [estimates[place] for place in places]
+        for place in range(near):
+            propensity = explore / near
+            if place < ties:
+                propensity += (1.0 - explore) / ties
+            ordered[place] = ordered[place]._replace(propensity=propensity)
+        if chosen:
+            ordered.insert(0, ordered.pop(chosen))
         return ordered
+
+
+def _within(places: Sequence[int], prices: Sequence[float], limit: float) -> int:
+    return bisect_right(places, limit, key=prices.__getitem__)
+
+
+def _prices(estimates: Sequence[Estimate]) -> list[float]:
+    """Seconds, less what a cold rank is given so that it becomes known."""
+    # Where all are cold alike there is nothing to find out by preferring one.
+    labels = [min(each.candidate.labels, COLD_LABELS) for each in estimates]
+    known = max(labels)
+    if min(labels) == known:
+        return [each.seconds for each in estimates]
+    return [
+        each.seconds - COLD_BONUS * COLD_SD_SHARE * (known - count) / COLD_LABELS * each.work_s
+        for each, count in zip(estimates, labels, strict=True)
+    ]

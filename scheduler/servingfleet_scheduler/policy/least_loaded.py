@@ -6,17 +6,17 @@ import random
 from collections.abc import Sequence
 
 from .candidate import Candidate, Estimate
+from .ties import shared_first
 
 
 class LeastLoaded:
     """Orders by requests there: what the engine reports or what was sent, whichever is more."""
 
     name = "least-loaded"
+    from_memory = False
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
-        shuffled = sorted(estimates, key=lambda each: (each.candidate.replica, each.candidate.rank))
-        rng.shuffle(shuffled)
-        return sorted(shuffled, key=lambda each: _requests(each.candidate))
+        return shared_first(estimates, [_requests(each.candidate) for each in estimates], rng)
 
 
 def _requests(candidate: Candidate) -> int:

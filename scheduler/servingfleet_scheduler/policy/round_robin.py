@@ -12,6 +12,7 @@ class RoundRobin:
     """Orders by the last dispatch, longest ago first; targets never used come first, by name."""
 
     name = "round-robin"
+    from_memory = False
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
         return sorted(

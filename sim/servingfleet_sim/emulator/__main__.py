@@ -17,6 +17,7 @@ from aiohttp import web
 from . import logs
 from .engine import Engine
 from .events import Form, HashForm, generation
+from .groups import LayerGroup, layer_group
 from .server import Server
 from .settings import Settings
 from .sglang_events import sglang_form
@@ -56,6 +57,13 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--ranks", type=POSITIVE, default=1, help="Data-parallel ranks.")
 @click.option("--blocks", type=click.IntRange(min=2), default=1024, help="GPU blocks of a rank.")
 @click.option("--block-size", type=POSITIVE, default=16, help="Tokens in a block.")
+@click.option(
+    "--layer-group",
+    "layer_groups",
+    multiple=True,
+    metavar="KIND[:TOKENS]",
+    help="vLLM, a group of the model's layers: full_attention, sliding_window:TOKENS, mamba; repeatable.",
+)
 @click.option("--host-blocks", type=click.IntRange(min=0), default=0, help="Of the host tier.")
 @click.option("--host-chunk-blocks", type=POSITIVE, default=1, help="Blocks moved as one.")
 @click.option("--host-described", is_flag=True, help="Host events hold tokens.")
@@ -98,6 +106,7 @@ def main(
     ranks: int,
     blocks: int,
     block_size: int,
+    layer_groups: tuple[str, ...],
     host_blocks: int,
     host_chunk_blocks: int,
     host_described: bool,
@@ -124,6 +133,12 @@ def main(
         raise click.UsageError("--engine trtllm has no host tier")
     if engine != "vllm" and (host_chunk_blocks > 1 or hash_form != HashForm.INTEGER.value):
         raise click.UsageError(f"--engine {engine} has neither chunks nor whole hashes")
+    if layer_groups and (engine != "vllm" or host_blocks):
+        raise click.UsageError("--layer-group is for --engine vllm without --host-blocks")
+    try:
+        groups = tuple(map(layer_group, layer_groups)) or (LayerGroup(),)
+    except ValueError as error:
+        raise click.UsageError(f"--layer-group {error}") from error
     if pairs and engine != "sglang":
         raise click.UsageError("--pairs is for --engine sglang")
     engine_version = engine_version or NEWEST[engine]
@@ -147,6 +162,7 @@ def main(
             host_blocks // host_chunk_blocks,
             host_chunk_blocks,
             host_described,
+            groups,
         ),
         speed=GPUS[gpu].scaled(speed),
         ranks=ranks,

@@ -36,6 +36,12 @@ class Stored:
     """Whether it names the kind of attention; placeholders don't."""
     cache_salt: str | None = None
     """Where an engine tells it apart from the other keys."""
+    group: int = 0
+    """Number of the group of layers whose blocks these are. Of those that keep less than all, `hashes` leaves blocks out."""
+    kind: str = "full_attention"
+    """What that group keeps."""
+    window: int = 0
+    """Tokens of its window; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Removed:
 
     hashes: tuple[bytes, ...]
     medium: str = GPU
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +168,13 @@ def _map(event: Event, form: Generation) -> dict[str, Any]:
                 "lora_name": event.adapter,
             }
             # Fields at their default are left out, as msgspec's omit_defaults does.
-            if event.extra_keys is not None:
+            if event.extra_keys:
                 row["extra_keys"] = _extra_keys(event)
-            row["group_idx"] = 0
+            row["group_idx"] = event.group
             if event.described:
-                row["kv_cache_spec_kind"] = "full_attention"
+                row["kv_cache_spec_kind"] = event.kind
+                if event.window:
+                    row["kv_cache_spec_sliding_window"] = event.window
             if event.session is not None:
                 row["session_id"] = event.session
             return row
@@ -174,7 +183,7 @@ def _map(event: Event, form: Generation) -> dict[str, Any]:
                 "type": "BlockRemoved",
                 "block_hashes": [published(digest, form.hash_form) for digest in event.hashes],
                 "medium": event.medium,
-                "group_idx": 0,
+                "group_idx": event.group,
             }
         case Cleared():
             return {"type": "AllBlocksCleared"}
@@ -193,14 +202,14 @@ def _array(event: Event, form: Generation) -> list[Any]:
                 event.medium,
                 event.adapter,
                 _extra_keys(event),
-                0,
-                "full_attention" if event.described else None,
-                None,
+                event.group,
+                event.kind if event.described else None,
+                event.window or None,
             ]
             return row[: form.stored_length]
         case Removed():
             hashes = [published(digest, form.hash_form) for digest in event.hashes]
-            return ["BlockRemoved", hashes, event.medium, 0][: form.removed_length]
+            return ["BlockRemoved", hashes, event.medium, event.group][: form.removed_length]
         case Cleared():
             return ["AllBlocksCleared"]
 
@@ -210,6 +219,6 @@ def _parent(event: Stored, form: Generation) -> int | bytes | None:
 
 
 def _extra_keys(event: Stored) -> list[list[str] | None] | None:
-    if event.extra_keys is None:
+    if not event.extra_keys:
         return None
     return [None if keys is None else list(keys) for keys in event.extra_keys]

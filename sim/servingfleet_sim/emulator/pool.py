@@ -14,6 +14,9 @@ from .events import Cleared, Event, Removed
 NULL_BLOCK = 0
 """Never handed out: vLLM keeps one block as a placeholder."""
 
+_Key = tuple[bytes, int]
+"""A hash, and the group of layers whose block it names."""
+
 
 class OutOfBlocks(RuntimeError):
     """More blocks were asked for than are free: the caller must look before it asks."""
@@ -32,9 +35,9 @@ class BlockPool:
         self.blocks = blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._holders = [0] * blocks
-        self._hash_of: list[bytes | None] = [None] * blocks
+        self._hash_of: list[_Key | None] = [None] * blocks
         # The copies of a hash in the order in which they were stored: the first is the one reused.
-        self._copies: dict[bytes, dict[int, None]] = {}
+        self._copies: dict[_Key, dict[int, None]] = {}
         self._events: list[Event] = []
 
     @property
@@ -52,17 +55,17 @@ class BlockPool:
         """Share of the usable blocks that somebody holds, 0 to 1."""
         return 1 - self.free / self.usable
 
-    def content(self) -> dict[bytes, int]:
-        """Every cached hash and its number of copies."""
-        return {digest: len(copies) for digest, copies in self._copies.items()}
+    def content(self, group: int = 0) -> dict[bytes, int]:
+        """Every hash that a group of layers has cached, and its number of copies."""
+        return {digest: len(found) for (digest, of), found in self._copies.items() if of == group}
 
     def free_order(self) -> tuple[int, ...]:
         """The free blocks, the one handed out next first."""
         return tuple(self._free)
 
-    def find(self, digest: bytes) -> int | None:
-        """A block that holds this hash, or None."""
-        copies = self._copies.get(digest)
+    def find(self, digest: bytes, group: int = 0) -> int | None:
+        """A block that holds this hash for a group of layers, or None."""
+        copies = self._copies.get((digest, group))
         return None if copies is None else next(iter(copies))
 
     def is_free(self, block: int) -> bool:
@@ -82,9 +85,10 @@ class BlockPool:
             raise OutOfBlocks(f"{count} blocks asked for, {len(self._free)} of {self.usable} free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
-            digest = self._forget(block)
-            if digest is not None:
-                self._events.append(Removed((digest,)))
+            forgotten = self._forget(block)
+            if forgotten is not None:
+                digest, group = forgotten
+                self._events.append(Removed((digest,), group=group))
             self._holders[block] = 1
         return taken
 
@@ -105,11 +109,11 @@ class BlockPool:
         for block in cached:
             self._free[block] = None
 
-    def name(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def name(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int = 0) -> None:
         """Puts full blocks under their hashes. The event is the caller's: it knows the tokens."""
         for block, digest in zip(blocks, hashes, strict=True):
-            self._hash_of[block] = digest
-            self._copies.setdefault(digest, {})[block] = None
+            self._hash_of[block] = digest, group
+            self._copies.setdefault((digest, group), {})[block] = None
 
     def announce(self, event: Event) -> None:
         """Adds an event behind those that the pool has made."""
@@ -129,13 +133,13 @@ class BlockPool:
         taken, self._events = self._events, []
         return taken
 
-    def _forget(self, block: int) -> bytes | None:
-        digest = self._hash_of[block]
-        if digest is None:
+    def _forget(self, block: int) -> _Key | None:
+        key = self._hash_of[block]
+        if key is None:
             return None
         self._hash_of[block] = None
-        copies = self._copies[digest]
+        copies = self._copies[key]
         del copies[block]
         if not copies:
-            del self._copies[digest]
-        return digest
+            del self._copies[key]
+        return key

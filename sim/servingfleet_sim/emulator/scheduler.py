@@ -8,9 +8,10 @@ sequence that finds no block takes those of the youngest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from .events import Stored
+from .groups import STATE, Group, longest, make_groups
 from .host import HostTier
 from .pool import BlockPool
 from .sequence import Phase, Sequence
@@ -21,8 +22,11 @@ class Scheduler:
     """One rank: its sequences and its caches."""
 
     def __init__(self, limits: Limits, hash_seed: bytes) -> None:
+        if limits.host_chunks and len(limits.groups) > 1:
+            raise ValueError("a host tier takes the blocks of one group of layers")
         self.limits = limits
         self.pool = BlockPool(limits.blocks)
+        self.groups = make_groups(limits.groups, limits.block_size, self.pool)
         self.host = (
             HostTier(
                 limits.host_chunks,
@@ -38,6 +42,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
         self._hash_seed = hash_seed
+        self._states = any(group.spec.kind == STATE for group in self.groups)
 
     @property
     def busy(self) -> bool:
@@ -100,6 +105,8 @@ class Scheduler:
         if not self.busy:
             return None
         step = Step()
+        for group in self.groups:
+            group.begin_step()
         budget, preempted = self._schedule_running(step)
         if not preempted:
             self._schedule_waiting(step, budget, now, load_s, load_token_s)
@@ -145,7 +152,10 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            tokens = min(len(sequence.tokens) - sequence.computed, budget)
+            tokens = self._part(sequence, sequence.computed, budget)
+            if not tokens:
+                index += 1
+                continue
             while not self._grow(sequence, tokens):
                 victim = self.running.pop()
                 self._preempt(victim)
@@ -184,7 +194,7 @@ class Scheduler:
             if sequence.phase is Phase.LOADING:
                 self.loading.append(sequence)
             else:
-                tokens = min(len(sequence.tokens) - sequence.computed, budget)
+                tokens = self._part(sequence, sequence.computed, budget)
                 self._run(step, sequence, tokens)
                 budget -= tokens
         self.waiting.extendleft(reversed(passed))
@@ -194,32 +204,53 @@ class Scheduler:
     ) -> bool | None:
         """Gives a waiting sequence its blocks: True; False: none to give; None: let others go first."""
         sequence.hash_blocks(self.limits.block_size, self._hash_seed)
-        hit = list(self._hit(sequence))
-        local = len(hit) * self.limits.block_size
+        found, alone = self._hit(sequence)
+        hit = len(found[0])
+        sequence.junction = alone if alone > hit else 0
+        local = hit * self.limits.block_size
         if hit and sequence.asked.report_reused:
-            self._announce(sequence, 0, len(hit))
+            for group in self.groups:
+                self._announce(sequence, group, 0, hit, range(hit))
         external = 0
         if self.host is not None:
-            found = self.host.match(sequence, local)
-            if found is None:
+            beyond = self.host.match(sequence, local)
+            if beyond is None:
                 return None
-            external = found
+            external = beyond
         reused = local + external
         if external:
             target, reserved = reused, self._reserved()
         else:
-            target = min(len(sequence.tokens), reused + budget)
-            reserved = 0
-        held = sum(map(self.pool.is_free, hit))
-        # The whole prompt must fit at admission, although only a chunk is allocated.
-        if self._blocks(len(sequence.tokens)) - len(hit) + held > self.pool.free:
+            tokens = self._part(sequence, reused, budget)
+            if not tokens:
+                return False
+            target, reserved = reused + tokens, 0
+        if hit and not all(each.may_follow(sequence.hashes[hit - 1]) for each in self.groups):
             return False
-        wanted = self._blocks(target) - len(hit)
-        if wanted + held > self.pool.free - reserved:
+        # The whole prompt must fit at admission, although only a part is allocated.
+        whole = self._blocks(len(sequence.tokens))
+        wanted = sum(
+            group.wanted_at_first(
+                blocks, min(whole, group.most(whole, self.limits.max_step_tokens))
+            )
+            for group, blocks in zip(self.groups, found, strict=True)
+        )
+        if wanted > self.pool.free:
             return False
-        self.pool.hold(hit)
-        sequence.blocks = [*hit, *self.pool.allocate(wanted)]
-        sequence.named = len(hit)
+        blocks_then = self._blocks(target)
+        wanted = sum(
+            group.wanted_at_first(blocks, blocks_then)
+            for group, blocks in zip(self.groups, found, strict=True)
+        )
+        if wanted > self.pool.free - reserved:
+            return False
+        # All are held before any is allocated, which might take another group's.
+        sequence.lanes = [
+            group.adopt(blocks) for group, blocks in zip(self.groups, found, strict=True)
+        ]
+        for group, lane in zip(self.groups, sequence.lanes, strict=True):
+            group.grow(lane, blocks_then)
+        sequence.named = hit
         sequence.computed = reused
         sequence.chunks_seen_from = sequence.chunks_seen = 0
         self._count(sequence, local, external)
@@ -252,24 +283,49 @@ class Scheduler:
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Blocks for `tokens` more tokens. False: there are too few."""
         target = sequence.computed + tokens
-        missing = self._blocks(target) - len(sequence.blocks)
-        if missing > self.pool.free:
+        blocks = self._blocks(target)
+        lanes = list(zip(self.groups, sequence.lanes, strict=True))
+        for group, lane in lanes:
+            group.trim(lane, sequence.computed)
+        if sum(group.wanted(lane, blocks) for group, lane in lanes) > self.pool.free:
             return False
-        if missing > 0:
-            sequence.blocks += self.pool.allocate(missing)
+        for group, lane in lanes:
+            group.grow(lane, blocks)
         self._name(sequence, target)
         return True
 
-    def _hit(self, sequence: Sequence) -> Iterator[int]:
+    def _part(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens of a sequence for one step from there on: all, or what the budget allows.
+
+        Recurrent layers leave a state where a step ends. So it ends at a block's end, at the last from which another
+        prompt may go on, and at a beginning that others share. 0: not in this step.
+        """
+        tokens = min(len(sequence.tokens) - start, budget)
+        prompt_end = max(sequence.prompt_tokens, len(sequence.tokens) - 1)
+        if not self._states or start >= prompt_end:
+            return tokens
+        size = self.limits.block_size
+        end = start + tokens
+        if end < prompt_end:
+            aligned = end // size * size
+            if aligned > start or size <= self.limits.max_step_tokens:
+                end = aligned
+        junction = sequence.junction * size
+        stops = (
+            (start // size + 1) * size if start % size else 0,
+            (len(sequence.tokens) - 1) // size * size,
+            start + (junction - start) // size * size if start < junction < end else 0,
+        )
+        end = min((stop for stop in stops if start < stop < end), default=end)
+        return max(0, end - start)
+
+    def _hit(self, sequence: Sequence) -> tuple[list[list[int]], int]:
+        """Blocks to begin with, by group, and the most that a group alone has of it."""
         if sequence.asked.prompt_logprobs:
-            return
+            return [[] for _ in self.groups], 0
         # One token at least is computed, or there would be nothing to sample from.
         most = (len(sequence.tokens) - 1) // self.limits.block_size
-        for digest in sequence.hashes[:most]:
-            block = self.pool.find(digest)
-            if block is None:
-                return
-            yield block
+        return longest(self.groups, sequence.hashes, most)
 
     def _name(self, sequence: Sequence, tokens: int) -> None:
         """Caches and announces the blocks that the first `tokens` tokens fill."""
@@ -277,23 +333,32 @@ class Scheduler:
         first = sequence.named
         if full <= first:
             return
-        self.pool.name(sequence.blocks[first:full], sequence.hashes[first:full])
+        boundaries = ((sequence.prompt_tokens - 1) // self.limits.block_size, sequence.junction)
+        for group, lane in zip(self.groups, sequence.lanes, strict=True):
+            kept = group.name(lane, group.kept(first, full, boundaries), sequence.hashes)
+            self._announce(sequence, group, first, full, kept)
         sequence.named = full
-        self._announce(sequence, first, full)
 
-    def _announce(self, sequence: Sequence, first: int, end: int) -> None:
+    def _announce(
+        self, sequence: Sequence, group: Group, first: int, end: int, places: Iterable[int]
+    ) -> None:
+        """Tells of the blocks at these places: with the tokens of all from `first` to `end`, as vLLM does."""
         size = self.limits.block_size
         asked = sequence.asked
+        kept = list(places)
         self.pool.announce(
             Stored(
-                hashes=tuple(sequence.hashes[first:end]),
+                hashes=tuple(sequence.hashes[place] for place in kept),
                 parent=sequence.hashes[first - 1] if first else None,
                 tokens=tuple(sequence.tokens[first * size : end * size]),
                 block_size=size,
                 adapter=asked.adapter,
                 adapter_number=asked.adapter_number,
-                extra_keys=tuple(sequence.extra_keys(block) for block in range(first, end)),
+                extra_keys=tuple(sequence.extra_keys(place) for place in kept),
                 session=asked.session,
+                group=group.number,
+                kind=group.spec.kind,
+                window=group.spec.window,
             )
         )
 
@@ -312,9 +377,9 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        # Tails first, so that the heads, which more prompts share, stay longer.
-        self.pool.release(sequence.blocks[::-1])
-        sequence.blocks = []
+        for group, lane in zip(self.groups, sequence.lanes, strict=False):  # none: it waited
+            group.release(lane)
+        sequence.lanes = []
         sequence.named = 0
 
     def _unpin(self, sequence: Sequence) -> None:
@@ -324,7 +389,7 @@ class Scheduler:
     def _reserved(self) -> int:
         """Blocks that prompts already begun still need: a load must leave them."""
         begun = [*self.loading, *(s for s in self.running if s.computed < len(s.tokens))]
-        return sum(self._blocks(len(other.tokens)) - len(other.blocks) for other in begun)
+        return sum(self._blocks(len(other.tokens)) - len(other.lanes[0].blocks) for other in begun)
 
     def _count(self, sequence: Sequence, local: int, external: int) -> None:
         if sequence.preemptions:

@@ -41,6 +41,18 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class Lane:
+    """A sequence's blocks in one group of layers."""
+
+    blocks: list[int] = field(default_factory=list)
+    """In order of their place; the pool's null block where there is none any more."""
+    state: int | None = None
+    """Recurrent layers: place of the state that the step before went on from."""
+    trimmed: int = 0
+    """Recurrent layers: no place before this one has a block."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Mutable state of one prompt. Owned by a `Scheduler`; others read it."""
@@ -51,9 +63,12 @@ class Sequence:
     """The prompt, then every sampled token."""
     hashes: list[bytes] = field(default_factory=list)
     """Of every full block of `tokens`."""
-    blocks: list[int] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)
+    """Its blocks, by group of layers; none while it waits."""
     named: int = 0
-    """How many of its blocks are in the cache under their hash."""
+    """How many of its blocks are in the cache under their hash, as far as their group keeps them."""
+    junction: int = 0
+    """Blocks of a beginning that others share, too, and that some group had not kept."""
     computed: int = 0
     """Tokens whose keys and values exist, or will at the end of the step."""
     phase: Phase = Phase.WAITING

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from .events import Event
+from .groups import LayerGroup, most_blocks
 from .sequence import Sequence
 
 
@@ -33,11 +35,18 @@ class Limits:
     host_chunk_blocks: int = 1
     host_described: bool = False
     """Whether host events hold tokens; False: placeholders, which is vLLM's default."""
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
+    """Of the model's layers. They share the blocks: a sequence takes some for each of them."""
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of prompt and output that a sequence may have."""
-        held = (self.blocks - 1) * self.block_size
+        fitting = (
+            blocks
+            for blocks in range(self.blocks - 1, 0, -1)
+            if most_blocks(self.groups, blocks, self.block_size, self.max_step_tokens) < self.blocks
+        )
+        held = next(fitting, 0) * self.block_size
         return min(self.max_model_len, held) if self.max_model_len else held
 
     def check(self, prompt_tokens: int) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from .api import BadRequest, usage
 from .rank import Ticket
 from .server import Server
 
+_GAUGES = {
+    "num_requests_running": "Number of active requests",
+    "num_requests_waiting": "Number of queued requests",
+    "kv_cache_utilization": "KV cache utilization",
+    "kv_cache_max_blocks": "Maximum number of KV cache blocks",
+    "kv_cache_tokens_per_block": "Tokens per KV cache block",
+}
+
 
 class TrtllmServer(Server):
-    """Serves one engine as trtllm-serve does, with event_buffer_max_size set."""
+    """Serves one engine as trtllm-serve does, with event_buffer_max_size and return_perf_metrics set."""
 
     owner = "tensorrt_llm"
 
@@ -20,6 +29,7 @@ class TrtllmServer(Server):
         return [
             web.post("/kv_cache_events", self._events),
             web.get("/version", self._version),
+            web.get("/prometheus/metrics", self._gauges),
         ]
 
     def _usage(self, tickets: list[Ticket]) -> dict[str, Any]:
@@ -40,6 +50,25 @@ class TrtllmServer(Server):
 
     async def _events(self, _: web.Request) -> web.StreamResponse:
         return web.json_response(self._engine.pulled.drain())
+
+    async def _gauges(self, _: web.Request) -> web.StreamResponse:
+        # Of the whole engine: no figure names a rank.
+        schedulers = [rank.scheduler for rank in self._engine.ranks]
+        values = (
+            sum(each.running_count for each in schedulers),
+            sum(each.waiting_count for each in schedulers),
+            sum(each.usage for each in schedulers) / len(schedulers),
+            (self._settings.limits.blocks - 1) * len(schedulers),
+            self._settings.limits.block_size,
+        )
+        registry = CollectorRegistry(auto_describe=False)
+        labels = {"model_name": self._settings.model, "engine_type": "trtllm"}
+        for (name, text), value in zip(_GAUGES.items(), values, strict=True):
+            gauge = Gauge(f"trtllm_{name}", text, labels.keys(), registry=registry)
+            gauge.labels(**labels).set(value)
+        return web.Response(
+            body=generate_latest(registry), content_type="text/plain", charset="utf-8"
+        )
 
     async def _metrics(self, _: web.Request) -> web.StreamResponse:
         # Statistics of iterations, as JSON.

@@ -6,7 +6,8 @@ A line holds `what` and `t`, seconds since the epoch, and by `what`:
 - `scheduled`: a prompt's first admission: id, rank, prompt_tokens, cached_tokens (both tiers), host_tokens;
 - `finished`: its end: the same and output_tokens, preemptions, outcome (finished or aborted), and the times arrived,
   scheduled and first_token, null where it did not come to that;
-- `stored`, `removed`: rank, seq of the batch, medium, hashes as published; stored ones with parent, and tokens if asked;
+- `stored`, `removed`: rank, seq of the batch, medium, number of the group of layers, hashes as published; stored ones with
+  parent, what the group keeps (`kind`), and tokens if asked;
 - `cleared`: rank, seq;
 - `dropped`: rank, seq of a batch that a fault kept off the wire, and whether it can be replayed;
 - `reset`: rank, done.
@@ -68,6 +69,8 @@ class Truth:
                 case Stored():
                     fields: dict[str, Any] = {
                         "medium": event.medium,
+                        "group": event.group,
+                        "kind": event.kind,
                         "hashes": self._named(event.hashes),
                         "parent": None if event.parent is None else self._named([event.parent])[0],
                     }
@@ -75,10 +78,12 @@ class Truth:
                         fields["tokens"] = list(event.tokens)
                     self.write("stored", time, rank=rank, seq=seq, **fields)
                 case Removed():
-                    named = self._named(event.hashes)
-                    self.write(
-                        "removed", time, rank=rank, seq=seq, medium=event.medium, hashes=named
-                    )
+                    fields = {
+                        "medium": event.medium,
+                        "group": event.group,
+                        "hashes": self._named(event.hashes),
+                    }
+                    self.write("removed", time, rank=rank, seq=seq, **fields)
                 case Cleared():
                     self.write("cleared", time, rank=rank, seq=seq)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.stream_pb2 import EngineLoad
+from servingfleet_relay.batches import Apply, Lost, Restarted, Step
 from servingfleet_relay.pipeline import Pipeline, ReplayRequest
 from servingfleet_relay.rank import Rank
-from servingfleet_relay.sequence import Apply, Lost, Restarted, Step
 from servingfleet_relay.settings import PipelineSettings
 
 from . import script

@@ -58,6 +58,9 @@ def test_a_request_says_all_that_was_said_of_it() -> None:
             "media": [MediaKey(key=b"k", token_offset=1)],
             "prompt_logprobs": True,
             "session_id": "c",
+            "pin_session": True,
+            "priority": -3,
+            "labels": {"pool": "h100"},
             "only": [Target(replica="x")],
             "exclude": [Target(replica="y", rank=0)],
             "deadline_s": 0.0,
@@ -70,6 +73,8 @@ def test_a_request_says_all_that_was_said_of_it() -> None:
     assert request.prompt.media[0].key == b"k"
     assert request.prompt.prompt_logprobs
     assert (request.model, request.request_id, request.session_id) == ("m", "r", "c")
+    assert (request.pin_session, request.priority) == (True, -3)
+    assert dict(request.labels) == {"pool": "h100"}
     assert request.only[0].replica == "x"
     assert request.exclude[0].HasField("rank")
     assert request.HasField("deadline_s")

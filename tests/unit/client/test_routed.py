@@ -18,7 +18,15 @@ DECISION = RouteResponse(
     target=Target(replica="a", rank=1),
     endpoint="a:1",
     headers={"rank": "1"},
-    fallbacks=[Fallback(target=Target(replica="b"), endpoint="b:1", headers={"rank": "0"})],
+    body={"dp_rank": "1"},
+    fallbacks=[
+        Fallback(
+            target=Target(replica="b"),
+            endpoint="b:1",
+            headers={"rank": "0"},
+            body={"dp_rank": "0"},
+        )
+    ],
 )
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
 
@@ -107,15 +115,21 @@ def test_a_fallback_is_where_it_ran_and_its_clock_starts_anew() -> None:
     told = Told()
     with told.routed as routed:
         assert (routed.endpoint, routed.headers) == ("a:1", {"rank": "1"})
+        assert routed.body == {"dp_rank": 1}
         told.now += 5
         assert routed.fall_back()
         assert (routed.endpoint, routed.headers) == ("b:1", {"rank": "0"})
+        assert routed.body == {"dp_rank": 0}
         told.now += 1
         routed.first_token()
         assert not routed.fall_back()
         routed.finished(USAGE)
     assert told.stages == ["STARTED", "FIRST_TOKEN", "FINISHED"]
     assert {report.ran_on.replica for report in told.reports} == {"b"}
+    # In each: any of them may be the one that arrives.
+    assert [[(t.replica, t.rank) for t in report.failed_on] for report in told.reports] == [
+        [("a", 1)]
+    ] * 3
     assert told.reports[-1].ttft_s == 1
 
 

@@ -17,6 +17,7 @@ def pairs(draw: st.DrawFn) -> dict[str, int]:
         "lower": lower,
         "predicted": predicted,
         "upper": upper,
+        "expected": draw(st.integers(0, upper)),
         "actual": draw(st.integers(0, prompt)),
     }
 

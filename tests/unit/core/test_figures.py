@@ -38,6 +38,7 @@ def test_every_figure_is_what_a_recount_of_the_pairs_gives(rows: list[dict[str, 
         "erroneous_credit": (wrong, total("predicted")),
         "erroneous_credit_per_prompt": (wrong, total("prompt")),
         "fleet_ceiling": (total("best"), total("prompt")),
+        "expected_over_actual": (total("expected"), total("actual")),
         "interval_hit": (hits, len(rows)),
     }
     for name, (numerator, denominator) in expected.items():
@@ -57,7 +58,8 @@ def test_every_interval_holds_its_value_and_stays_within_bounds(
         if figure.value is None or figure.low is None or figure.high is None:
             continue
         assert 0.0 <= figure.low <= figure.value + 1e-12
-        assert figure.value - 1e-12 <= figure.high <= 1.0
+        assert figure.value - 1e-12 <= figure.high
+        assert figure.high <= 1.0 or figure.name == "expected_over_actual"
 
 
 @given(st.lists(pairs(), min_size=2, max_size=30))
@@ -86,6 +88,7 @@ def test_sums_of_two_windows_add_up(
 
 def test_a_figure_from_too_few_pairs_is_unknown() -> None:
     row = {"prompt": 100, "best": 80, "lower": 0, "predicted": 80, "upper": 80, "actual": 80}
+    row["expected"] = 80
     few, enough = summed([row] * 19), summed([row] * 20)
     assert by_name(few, 20)["reused_fraction"].value is None
     assert by_name(few, 20)["reused_fraction"].pairs == 19
@@ -103,10 +106,28 @@ def test_no_error_in_few_requests_does_not_prove_that_there_is_none() -> None:
 
 def test_requests_that_weigh_nothing_prove_nothing() -> None:
     row = {"prompt": 100, "best": 0, "lower": 0, "predicted": 0, "upper": 0, "actual": 0}
+    row["expected"] = 0
     credited = row | {"predicted": 50, "best": 50, "actual": 50, "upper": 50}
     figure = by_name(summed([row] * 400 + [credited] * 3))["erroneous_credit"]
     assert figure.high is not None
     assert figure.high > 0.5
+
+
+def test_what_is_expected_may_be_more_than_what_came() -> None:
+    row = {"prompt": 100, "best": 80, "lower": 0, "predicted": 80, "upper": 80, "actual": 40}
+    rows = [row | {"expected": 50 + 20 * (number % 2)} for number in range(40)]
+    figure = by_name(summed(rows))["expected_over_actual"]
+    assert figure.value == 1.5
+    # By hand: residuals of 10 tokens each, over 40 * 40 tokens, sqrt(40/39 * 40 * 100) = 64.05.
+    assert figure.low == pytest.approx(1.5 - 1.959964 * 64.05 / 1600, abs=1e-4)
+    assert figure.high == pytest.approx(1.5 + 1.959964 * 64.05 / 1600, abs=1e-4)
+
+
+def test_pairs_that_all_agree_leave_a_ratio_in_doubt_both_ways() -> None:
+    row = {"prompt": 100, "best": 80, "lower": 0, "predicted": 80, "upper": 80, "actual": 80}
+    figure = by_name(summed([row | {"expected": 80}] * 20))["expected_over_actual"]
+    low, _ = wilson_interval(20, 20)
+    assert (figure.low, figure.value, figure.high) == (low, 1.0, 1 / low)
 
 
 def test_the_wilson_interval_is_the_published_one() -> None:
@@ -122,7 +143,15 @@ def test_a_ratio_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         for _ in range(100):
             prompt = rng.choice([100, 1_000, 5_000])
             actual = round(prompt * rng.random() * 0.6)
-            sums.add_pair(prompt=prompt, best=0, predicted=0, lower=0, upper=prompt, actual=actual)
+            sums.add_pair(
+                prompt=prompt,
+                best=0,
+                predicted=0,
+                lower=0,
+                upper=prompt,
+                expected=0,
+                actual=actual,
+            )
         figure = by_name(sums)["reused_fraction"]
         assert figure.low is not None
         assert figure.high is not None

@@ -172,6 +172,15 @@ def test_a_repeat_of_known_blocks_only_may_be_a_report_however_whole_the_history
     assert made.counts()["ambiguous_copies"] == 2
 
 
+def test_blocks_that_were_computed_are_copies_whatever_is_known() -> None:
+    made = mirror()
+    store(made, 0, 2)
+    made.stored(GPU, keys(1, 2), 8, None, tokens(2 * BLOCK), BLOCK, 0.0, computed=True)
+    assert made.counts()["ambiguous_copies"] == 0
+    made.removed(GPU, keys(2, 1), 8)
+    assert held(made) == set(canonical(2))
+
+
 def test_a_chunk_named_by_its_last_block_covers_all_of_it() -> None:
     made = mirror()
     store(made, 0, 4)

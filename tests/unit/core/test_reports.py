@@ -12,7 +12,15 @@ from servingfleet_protos.v1 import fleet_pb2
 
 from .pairs import pairs, summed
 
-ROW = {"prompt": 100, "best": 80, "lower": 60, "predicted": 80, "upper": 90, "actual": 70}
+ROW = {
+    "prompt": 100,
+    "best": 80,
+    "lower": 60,
+    "predicted": 80,
+    "upper": 90,
+    "expected": 75,
+    "actual": 70,
+}
 
 
 def answer(

@@ -58,7 +58,13 @@ def sums(pairs: int, *, decisions: int | None = None, joined: int | None = None)
         actual = 500 + number % 200
         predicted = actual + 20 if number % 10 == 0 else actual - 10
         made.add_pair(
-            prompt=1000, best=predicted, predicted=predicted, lower=0, upper=1000, actual=actual
+            prompt=1000,
+            best=predicted,
+            predicted=predicted,
+            lower=0,
+            upper=1000,
+            expected=predicted,
+            actual=actual,
         )
     made.decisions = pairs if decisions is None else decisions
     made.joined = pairs if joined is None else joined

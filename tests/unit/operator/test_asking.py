@@ -30,7 +30,7 @@ def asking(rig: Rig) -> Asking:
 
 
 def answers(rig: Rig) -> Answers | None:
-    return asking(rig).answers(DEMO, rig.store.scheduler_pods(DEMO))
+    return asking(rig).answers(DEMO, rig.store.scheduler_pods(DEMO), {})
 
 
 @pytest.mark.parametrize("error", [Refused("no right"), NotFound("gone"), Unreachable("away")])
@@ -46,6 +46,17 @@ async def test_an_api_server_that_is_away_takes_back_nothing_that_was_said(rig: 
     with pytest.raises(Unreachable):
         await asking(rig)._one(DEMO)
     assert answers(rig) == SAID
+
+
+async def test_schedulers_are_told_at_once_when_a_pod_begins_or_ends_to_drain(rig: Rig) -> None:
+    asked = asking(rig)
+    queued: list[object] = []
+    rig_queue = asked._queue
+    rig_queue.add = queued.append  # type: ignore[method-assign]
+    pods = rig.store.scheduler_pods(DEMO)
+    for draining in ({"u": False}, {"u": True}, {"u": True, "v": False}, {"u": False}, {}):
+        asked.answers(DEMO, pods, draining)
+    assert queued == [DEMO, DEMO], "when u began, and when it ended"
 
 
 async def test_with_the_lead_goes_what_was_said(rig: Rig) -> None:

@@ -17,6 +17,7 @@ from servingfleet_operator.pki import Certificates
 from servingfleet_operator.spec import Fleet
 from servingfleet_scheduler.__main__ import main as scheduler_command
 from servingfleet_scheduler.pools import read_pools
+from servingfleet_scheduler.settings import AdmissionTarget
 
 from .pods import SETTINGS, fleet, selector
 
@@ -34,6 +35,7 @@ EVERYTHING: dict[str, Any] = {
         "affinity": {"podAntiAffinity": {}},
         "priorityClassName": "high",
         "resources": {"limits": {"cpu": "2"}},
+        "admission": {"targets": [{"priority": -10, "timeToFirstToken": "1h", "queue": "1.5s"}]},
     },
     "access": {"namespaces": ["gateways", "serving"]},
 }
@@ -151,6 +153,20 @@ def test_the_scheduler_is_started_with_options_that_it_has(spec: dict[str, Any])
         assert name in options, name
         if not value.startswith("/"):
             options[name].type.convert(value, options[name], None)
+
+
+def test_what_classes_of_requests_are_promised_is_told_as_the_scheduler_reads_it() -> None:
+    targets = [
+        {"priority": 0, "timeToFirstToken": "2500ms"},
+        {"priority": -10, "timeToFirstToken": "300h", "queue": "1.5s"},
+    ]
+    target = fleet(scheduler={"admission": {"targets": targets}})
+    told = [each for each in pod_of(target)["containers"][0]["args"] if "--target=" in each]
+    (option,) = (each for each in scheduler_command.params if "--target" in each.opts)
+    assert [option.type.convert(each.split("=", 1)[1], option, None) for each in told] == [
+        AdmissionTarget(0, 2.5),
+        AdmissionTarget(-10, 1_080_000.0, queue_s=1.5),
+    ]
 
 
 def test_a_scheduler_gets_a_token_of_its_own_only_to_ask_who_calls() -> None:

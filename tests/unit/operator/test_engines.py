@@ -99,15 +99,15 @@ def test_sglang_binds_at_wildcards_or_when_it_is_told(
     assert found.http_port == 30_000
 
 
+def trtllm(*settings: str) -> dict[str, Any]:
+    """One that tells its load."""
+    told = ("return_perf_metrics=true", "enable_iter_perf_stats=true", *settings)
+    return pod("org/model", *(f"--set={each}" for each in told), command=["trtllm-serve"])
+
+
 def test_tensorrt_llm_binds_whatever_address_it_is_given() -> None:
     value = json.dumps(PRIVATE)
-    target = pod(
-        "org/model",
-        "--set",
-        f"kv_cache_config.kv_events_config={value}",
-        command=["trtllm-serve"],
-    )
-    found = facts(target)
+    found = facts(trtllm(f"kv_cache_config.kv_events_config={value}"))
     assert (found.kind, found.bind, found.exposed) == (Engine.TENSORRT_LLM, False, ())
     assert found.findings == ()
     assert facts(
@@ -117,6 +117,50 @@ def test_tensorrt_llm_binds_whatever_address_it_is_given() -> None:
             command=["trtllm-serve", "serve"],
         )
     ).exposed == (5557,)
+
+
+BUFFERED = "kv_cache_config.event_buffer_max_size=16384"
+
+
+@pytest.mark.parametrize(
+    ("settings", "block"), [((), 32), (("kv_cache_config.tokens_per_block=64",), 64)]
+)
+def test_a_relay_pulls_what_tensorrt_llm_keeps_for_one_reader(
+    settings: tuple[str, ...], block: int
+) -> None:
+    found = facts(trtllm(BUFFERED, *settings))
+    assert (found.pull, found.block_tokens, found.findings) == (True, block, ())
+    assert (found.events, found.replay, found.event_ports, found.exposed) == ((), (), (), ())
+
+
+def test_what_tensorrt_llm_publishes_is_not_pulled_unless_the_pool_says_so() -> None:
+    both = trtllm(BUFFERED, f"kv_cache_config.kv_events_config={json.dumps(PRIVATE)}")
+    assert not facts(both).pull
+    assert facts(both, engine="TensorRT-LLM", eventsFrom="relayPulls").pull
+
+
+def test_the_pool_says_what_stands_in_tensorrt_llms_file() -> None:
+    target = pod("m", "--config=/etc/trt.yaml", command=["trtllm-serve"])
+    pool = {"engine": "TensorRT-LLM", "eventsFrom": "relayPulls", "ranks": 2}
+    found = facts(target, **pool)
+    assert found.pull
+    assert codes(found) == {"BlockNotTold"}
+    assert "engineBlockTokens of pool main" in message(found, "BlockNotTold")
+    found = facts(target, **pool, engineBlockTokens=64)
+    assert (found.block_tokens, found.ranks, found.findings) == (64, 2, ())
+
+
+def test_a_pool_that_wants_to_pull_what_is_not_kept_is_told_so() -> None:
+    found = facts(trtllm(), engine="TensorRT-LLM", eventsFrom="relayPulls")
+    assert not found.pull
+    assert "event_buffer_max_size" in message(found, "EventsOff")
+
+
+def test_a_tensorrt_llm_that_reuses_nothing_and_one_that_tells_no_load_are_told_so() -> None:
+    found = facts(trtllm(BUFFERED, "kv_cache_config.enable_block_reuse=false"))
+    assert codes(found) == {"PrefixCachingOff"}
+    found = facts(pod("m", f"--set={BUFFERED}", command=["trtllm-serve"]))
+    assert codes(found) == {"LoadNotReported"}
 
 
 def test_a_replay_socket_that_binds_everywhere_is_exposed_by_itself() -> None:

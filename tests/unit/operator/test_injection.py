@@ -112,6 +112,7 @@ def test_the_relay_is_told_what_the_engine_s_command_line_says() -> None:
         vllm("--host", "::1", events={**PRIVATE, "endpoint": "tcp://*:5557"}),
         pod(command=["/start.sh"]),
         pod("m", "--set=kv_cache_config.kv_events_config={}", command=["trtllm-serve"]),
+        pod("m", "--set=kv_cache_config.event_buffer_max_size=9", command=["trtllm-serve"]),
     ],
 )
 def test_the_relay_takes_every_argument_that_it_is_given(

@@ -152,3 +152,28 @@ def test_what_belongs_to_a_fleet_that_is_gone_is_forgotten(observer: Observer) -
     seen(observer, running(), pods.fleet())
     observer.keep_only(set())
     assert observer == replace(observer, _looks={})
+
+
+def test_a_pod_that_is_being_deleted_or_marked_drains_and_a_cordoned_node_says_nothing(
+    observer: Observer,
+) -> None:
+    marked = {"annotations": {"servingfleet.dev/drain": "true"}}
+    found = observer.look(
+        pods.fleet(),
+        [
+            running("a"),
+            running("marked", metadata=marked),
+            running("unmarked", metadata={"annotations": {"servingfleet.dev/drain": "false"}}),
+            running("going", metadata={"deletionTimestamp": "now"}),
+            running("other", labels={"app": "web"}, metadata={"deletionTimestamp": "now"}),
+            running("done", phase="Succeeded", metadata=marked),
+        ],
+        [],
+        [],
+    )
+    assert found.draining == {
+        "u-a": False,
+        "u-marked": True,
+        "u-unmarked": False,
+        "u-going": True,
+    }

@@ -20,7 +20,26 @@ PLAIN = Caller(None, "demo-scheduler.serving.svc", "secret")
 
 
 class Fleet(fleet_pb2_grpc.FleetServicer):
-    """A scheduler that says its name to whoever has the token."""
+    """A scheduler that says its name to whoever has the token, and knows three replicas."""
+
+    def __init__(self) -> None:
+        self.draining: dict[str, set[str]] = {"r1": set(), "r2": {"cli"}, "r3": {"operator"}}
+        self.told: list[str] = []
+        self.refusal: grpc.StatusCode | None = None
+
+    async def SetDraining(
+        self,
+        request: fleet_pb2.SetDrainingRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> fleet_pb2.SetDrainingResponse:
+        if self.refusal is not None:
+            await context.abort(self.refusal, "because")
+        if ("authorization", "Bearer secret") not in tuple(context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        self.told.append(request.replica)
+        drainers = self.draining[request.replica]
+        (drainers.add if request.draining else drainers.discard)(request.by)
+        return fleet_pb2.SetDrainingResponse()
 
     async def GetReuse(
         self,
@@ -36,14 +55,25 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
         request: fleet_pb2.ListReplicasRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> fleet_pb2.ListReplicasResponse:
-        return fleet_pb2.ListReplicasResponse(instance_id="one")
+        return fleet_pb2.ListReplicasResponse(
+            instance_id="one",
+            replicas=[
+                fleet_pb2.Replica(replica=name, draining_by=drainers)
+                for name, drainers in self.draining.items()
+            ],
+        )
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[str]:
-    """Loopback address of a scheduler, on the port that all have."""
+def scheduler() -> Fleet:
+    return Fleet()
+
+
+@pytest.fixture
+async def address(scheduler: Fleet) -> AsyncIterator[str]:
+    """Loopback address of the scheduler, on the port that all have."""
     server = grpc.aio.server()
-    fleet_pb2_grpc.add_FleetServicer_to_server(Fleet(), server)
+    fleet_pb2_grpc.add_FleetServicer_to_server(scheduler, server)
     found = "127." + ".".join(str(random.randrange(1, 255)) for _ in range(3))
     assert server.add_insecure_port(f"{found}:{names.GRPC_PORT}")
     await server.start()
@@ -68,7 +98,7 @@ async def test_each_ready_pod_is_asked_and_the_others_are_not_expected_to_answer
         pod("c", "127.0.0.1", deletionTimestamp="now"),
         pod("d", ""),
     ]
-    answers = await ask(pods, PLAIN)
+    answers = await ask(pods, PLAIN, {})
     assert [(each.pod, each.reuse.instance_id) for each in answers.reports] == [("a", "one")]
     assert answers.unanswered == ()
 
@@ -76,16 +106,52 @@ async def test_each_ready_pod_is_asked_and_the_others_are_not_expected_to_answer
 async def test_a_pod_that_does_not_answer_is_named_with_the_reason_and_hinders_no_other(
     address: str,
 ) -> None:
-    answers = await ask([pod("a", address), pod("b", "127.255.255.254")], PLAIN)
+    answers = await ask([pod("a", address), pod("b", "127.255.255.254")], PLAIN, {})
     assert [each.pod for each in answers.reports] == ["a"]
     [line] = answers.unanswered
     assert line.startswith("b: UNAVAILABLE from 127.255.255.254:7070")
 
 
 async def test_a_refused_token_is_told(address: str) -> None:
-    answers = await ask([pod("a", address)], PLAIN.__class__(None, "x", "wrong"))
+    answers = await ask([pod("a", address)], PLAIN.__class__(None, "x", "wrong"), {})
     assert answers.reports == ()
     assert "a: UNAUTHENTICATED" in answers.unanswered[0]
+
+
+async def test_schedulers_are_told_who_drains_where_they_do_not_know_it(
+    address: str, scheduler: Fleet
+) -> None:
+    draining = {"r1": True, "r2": True, "r3": True, "not known there": True}
+    for _ in range(2):
+        assert (await ask([pod("a", address)], PLAIN, draining)).untold == ()
+    assert sorted(scheduler.told) == ["r1", "r2"]
+    assert scheduler.draining["r2"] == {"cli", "operator"}
+
+
+async def test_what_drains_no_longer_is_taken_back_and_what_others_drain_is_left_alone(
+    address: str, scheduler: Fleet
+) -> None:
+    await ask([pod("a", address)], PLAIN, {"r1": False, "r2": False, "r3": False})
+    assert scheduler.told == ["r3"]
+    assert scheduler.draining == {"r1": set(), "r2": {"cli"}, "r3": set()}
+
+
+async def test_one_that_drained_until_its_pod_was_gone_does_not_come_back(
+    address: str, scheduler: Fleet
+) -> None:
+    await ask([pod("a", address)], PLAIN, {"r1": False})
+    assert scheduler.draining["r3"] == {"operator"}
+
+
+async def test_who_may_not_tell_is_named_and_the_answers_count_all_the_same(
+    address: str, scheduler: Fleet
+) -> None:
+    scheduler.refusal = grpc.StatusCode.PERMISSION_DENIED
+    answers = await ask([pod("a", address)], PLAIN, {"r1": True})
+    assert answers.untold == ("a: PERMISSION_DENIED: because",)
+    assert [each.pod for each in answers.reports] == ["a"]
+    scheduler.refusal = grpc.StatusCode.NOT_FOUND  # forgotten since it was listed
+    assert (await ask([pod("a", address)], PLAIN, {"r1": True})).untold == ()
 
 
 def tokens(api: FakeCluster, now: list[float]) -> Tokens:

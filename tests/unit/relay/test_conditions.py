@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from servingfleet_protos.v1.common_pb2 import TIER_GPU, TIER_HOST
-from servingfleet_protos.v1.stream_pb2 import EngineLoad, Outcome
+from servingfleet_protos.v1.stream_pb2 import EngineLoad, Outcome, SchedulerMessage
 from servingfleet_relay.adapters.registry import ADAPTERS
+from servingfleet_relay.adapters.vllm import PROFILE
 from servingfleet_relay.conformance.canary import Canary
 from servingfleet_relay.conformance.watches import OUTCOMES, OUTCOMES_LEAST, SILENCE_S
 from servingfleet_relay.pipeline import Pipeline, RankStatus
@@ -246,9 +247,22 @@ def test_predictions_that_are_off_are_held_against_it_until_they_agree() -> None
     assert state(relay) == "live"
 
 
+def test_predictions_of_a_scheduler_that_lags_say_nothing_of_the_stream() -> None:
+    relay = fed(proven(), stored([1, 2], PROMPT))
+    linked(relay)
+    fed(relay, removed([2]), first=1)
+    later = NOW + 60.0
+    for known, expected in ((0, "live"), (1, "quarantined")):
+        said = Outcome(predicted=320, incarnation=1, engine_seq=known, age_s=5.0)
+        for _ in range(OUTCOMES_LEAST):
+            relay.receive(LINK, SchedulerMessage(outcome=said), later)
+        assert state(relay) == expected
+    assert relay.counters()["outcomes_lagging"] == OUTCOMES_LEAST
+
+
 def test_a_canary_that_fails_stops_the_stream_and_says_why() -> None:
     relay = proven(engine_block_tokens=16)
-    canary = Canary(list(range(49)), relay.unit_tokens)
+    canary = Canary(list(range(49)), relay.unit_tokens, PROFILE)
     relay.canary(0, canary)
     fed(relay, stored([1, 2], tokens(2)))
     different = relay.canary_answered(0, canary, 0, 48)
@@ -259,7 +273,7 @@ def test_a_canary_that_fails_stops_the_stream_and_says_why() -> None:
 
 def test_a_canary_that_passes_changes_nothing() -> None:
     relay = proven(engine_block_tokens=16)
-    canary = Canary(list(range(49)), relay.unit_tokens)
+    canary = Canary(list(range(49)), relay.unit_tokens, PROFILE)
     relay.canary(0, canary)
     fed(relay, stored([1, 2, 3], tokens(3)))
     assert relay.canary_answered(0, canary, 0, 48) == ()

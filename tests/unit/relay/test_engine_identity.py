@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
+from servingfleet_protos.v1.stream_pb2 import EngineLoad
 from servingfleet_relay.load import EngineHttp, Identity, ScrapeFailed, watch_engine
 from servingfleet_relay.pipeline import Pipeline
 from servingfleet_relay.settings import PipelineSettings, RelaySettings
@@ -21,14 +23,23 @@ VLLM: dict[str, object] = {
 }
 SGLANG: dict[str, object] = {"/server_info": {"version": "0.5.23", "internal_states": []}}
 OLDER_SGLANG: dict[str, object] = {"/get_server_info": {"version": "0.5.9", "internal_states": []}}
+TRTLLM: dict[str, object] = {
+    "/version": {"version": "1.2.1"},
+    "/v1/models": {"data": [{"id": "m", "owned_by": "tensorrt_llm"}]},
+    "/metrics": [{"numActiveRequests": 3, "kvCacheStats": {"maxNumBlocks": 9}}],
+}
 OTHER: dict[str, object] = {"/version": {"version": "1.2.1"}, "/metrics": "[]"}
 
 
 @asynccontextmanager
-async def serving(answers: dict[str, object]) -> AsyncIterator[EngineHttp]:
-    """An engine that answers these paths, as they are when it is asked."""
+async def serving(
+    answers: dict[str, object], asked: list[str] | None = None
+) -> AsyncIterator[EngineHttp]:
+    """An engine that answers these paths, as they are when it is asked. Notes in `asked` what it was asked for."""
+    paths = [] if asked is None else asked
 
     async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path)
         found = answers.get(request.path)
         if found is None:
             raise web.HTTPNotFound
@@ -76,6 +87,7 @@ def automatic() -> Pipeline:
         (VLLM, Identity("vllm", "0.32.0")),
         (SGLANG, Identity("sglang", "0.5.23")),
         (OLDER_SGLANG, Identity("sglang", "0.5.9")),
+        (TRTLLM, Identity("trtllm", "1.2.1")),
     ],
 )
 async def test_an_engine_is_known_by_its_answers(
@@ -105,3 +117,54 @@ async def test_a_relay_waits_until_the_engine_says_what_it_is() -> None:
         # It has no metrics: that it is SGLang is known all the same.
         await reached(pipeline, lambda: pipeline.status().engine == "sglang")
         assert "engine unknown" not in reason()
+
+
+async def test_tensorrt_llm_is_known_without_reading_its_statistics_away() -> None:
+    asked: list[str] = []
+    async with serving(TRTLLM, asked) as engine:
+        await engine.identity((0,))
+    assert "/metrics" not in asked
+
+
+def trtllm(*, pull: bool) -> Pipeline:
+    settings = PipelineSettings("r", "m", (0,), "s", engine="trtllm", pull=pull)
+    return Pipeline(replace(settings, engine_block_tokens=32), 0.0)
+
+
+async def test_a_relay_that_pulls_reads_the_statistics_where_there_are_no_metrics() -> None:
+    pipeline = trtllm(pull=True)
+    asked: list[str] = []
+    async with serving(TRTLLM, asked) as engine, watching(engine, pipeline):
+        await reached(pipeline, lambda: "/metrics" in asked)
+        assert asked[-2:] == ["/prometheus/metrics", "/metrics"]
+
+
+async def test_a_relay_that_does_not_pull_leaves_the_statistics_to_others() -> None:
+    asked: list[str] = []
+    async with serving(TRTLLM, asked) as engine:
+        failed = asyncio.Event()
+        task = asyncio.create_task(watch_engine(engine, SETTINGS, trtllm(pull=False), failed.set))
+        async with asyncio.timeout(DEADLINE_S):
+            await failed.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert "/prometheus/metrics" in asked
+    assert "/metrics" not in asked
+
+
+async def test_what_adapters_the_engine_has_loaded_goes_out_with_its_load() -> None:
+    rows = [{"id": "m"}, {"id": "sql", "parent": "m"}]
+    async with serving({**VLLM, "/v1/models": {"data": rows}}) as engine:
+        pipeline = automatic()
+        told: list[EngineLoad] = []
+        take = pipeline.load
+
+        def load(each: EngineLoad, now: float | None = None) -> None:
+            take(each, now)
+            told.append(each)
+            pipeline.on_output()
+
+        pipeline.load = load  # type: ignore[method-assign]
+        async with watching(engine, pipeline):
+            await reached(pipeline, lambda: bool(told))
+    assert (list(told[0].adapters), told[0].adapters_known) == (["sql"], True)

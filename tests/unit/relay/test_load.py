@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from servingfleet_relay.answers import (
+    STATISTICS_AGE_S,
     Identity,
     Metrics,
     Progress,
     ScrapeFailed,
+    adapters_of,
     cached_tokens,
     identity_of,
     loads_of,
     model_of,
     parse_metrics,
+    statistics_of,
 )
 
 METRICS = """\
@@ -74,6 +79,40 @@ def test_the_base_model_is_the_one_without_a_parent() -> None:
 @pytest.mark.parametrize("answer", [None, [], {}, {"data": 1}, {"data": [1, {"id": 2}]}])
 def test_an_answer_that_names_no_model_is_none(answer: object) -> None:
     assert model_of(answer) is None
+
+
+# As vLLM 0.32 and SGLang 0.5.23 write them.
+LORAS = {
+    "data": [
+        {"id": "base", "root": "org/base", "parent": None, "max_model_len": 4096},
+        {"id": "sql", "root": "/loras/sql", "parent": "base"},
+        {"id": "law", "root": "/loras/law", "parent": "base", "max_model_len": None},
+    ]
+}
+BASE = {"data": LORAS["data"][:1]}
+
+
+def test_adapters_are_those_with_a_parent() -> None:
+    assert adapters_of(LORAS, "vllm") == adapters_of(LORAS, "sglang") == ("law", "sql")
+
+
+def test_vllm_that_lists_none_has_none_and_of_others_it_is_not_known() -> None:
+    assert adapters_of(BASE, "vllm") == ()
+    assert adapters_of(BASE, "sglang") is None
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        None,
+        {},
+        {"data": []},
+        {"data": [{"id": "a" * 513, "parent": "base"}]},
+        {"data": [{"id": str(number), "parent": "base"} for number in range(1025)]},
+    ],
+)
+def test_an_answer_that_can_not_be_told_says_nothing_of_adapters(models: object) -> None:
+    assert adapters_of(models, "vllm") is None
 
 
 SGLANG = """\
@@ -158,10 +197,48 @@ def test_a_total_of_several_ranks_is_of_none() -> None:
 
 
 def test_tensorrt_llms_metrics_have_names_without_colons() -> None:
-    text = "trtllm_num_requests_running 2\ntrtllm_kv_cache_utilization 0.5\ntrtllm_kv_cache_max_blocks 70\n"
+    text = (
+        "trtllm_num_requests_running 2\ntrtllm_kv_cache_utilization 0.5\n"
+        "trtllm_kv_cache_max_blocks 70\ntrtllm_kv_cache_tokens_per_block 32\n"
+        'trtllm_request_success_total{finished_reason="end_id"} 3\n'
+        "trtllm_prompt_tokens_total 900\ntrtllm_prompt_cached_tokens_total 320\n"
+    )
     metrics = parse_metrics(text, (0,))
-    assert (metrics.engine, metrics.gpu_blocks) == ("trtllm", 70)
+    assert (metrics.engine, metrics.gpu_blocks, metrics.block_tokens) == ("trtllm", 70, 32)
+    assert metrics.progress == {0: Progress(finished=3, computed=580)}
     assert (metrics.loads[0].running_requests, metrics.loads[0].kv_usage) == (2, 0.5)
+
+
+ITERATION = {
+    "numActiveRequests": 3,
+    "numQueuedRequests": 5,
+    "kvCacheStats": {"maxNumBlocks": 200, "usedNumBlocks": 50, "tokensPerBlock": 32},
+}
+
+
+def test_tensorrt_llms_last_iteration_tells_its_load_and_that_it_is_old() -> None:
+    metrics = statistics_of([{"numActiveRequests": 9}, ITERATION], (4,))
+    load = metrics.loads[4]
+    assert (load.running_requests, load.waiting_requests, load.kv_usage) == (3, 5, 0.25)
+    assert load.age_s == STATISTICS_AGE_S
+    assert (metrics.gpu_blocks, metrics.block_tokens) == (200, 32)
+
+
+@pytest.mark.parametrize("row", [{}, {"numActiveRequests": "3"}, {"kvCacheStats": 5}])
+def test_what_an_iteration_does_not_tell_is_not_known(row: dict[str, Any]) -> None:
+    load = statistics_of([{"x": 1, **row}], (0,)).loads[0]
+    assert not any(load.HasField(name) for name in ("running_requests", "kv_usage"))
+
+
+def test_an_idle_engines_statistics_and_one_figure_of_several_ranks_tell_no_load() -> None:
+    assert statistics_of([], (0,)).loads == {}
+    assert statistics_of([ITERATION], (0, 1)).loads == {}
+
+
+@pytest.mark.parametrize("answer", [{}, [5], "x", None])
+def test_what_is_no_list_of_iterations_is_refused(answer: object) -> None:
+    with pytest.raises(ScrapeFailed, match="no list"):
+        statistics_of(answer, (0,))
 
 
 def test_tensorrt_llm_is_told_by_the_owner_of_its_models() -> None:

@@ -18,6 +18,7 @@ from servingfleet_protos.v1.stream_pb2 import (
     Delta,
     EngineLoad,
     GrantSnapshot,
+    PrefillEnded,
     RelayMessage,
     Resync,
     SchedulerMessage,
@@ -499,6 +500,18 @@ def test_credits_are_echoed_to_every_scheduler() -> None:
     for link in ("a", "b"):
         (message,) = take(relay, link)
         assert message.credit_opened.decision_id == "d"
+
+
+def test_the_end_of_a_prefill_is_echoed_after_what_came_before_it() -> None:
+    relay = proven()
+    linked(relay, "a")
+    linked(relay, "b")
+    answer(relay, "a", credit_opened=CreditOpened(decision_id="d", origin="i"))
+    answer(relay, "b", prefill_ended=PrefillEnded(decision_id="d", origin="i"))
+    for link in ("a", "b"):
+        opened, ended = take(relay, link)
+        assert opened.seq + 1 == ended.seq
+        assert ended.prefill_ended == PrefillEnded(decision_id="d", origin="i")
 
 
 def test_one_scheduler_that_does_not_keep_up_disturbs_no_other() -> None:

@@ -16,7 +16,11 @@ from tests.unit.relay.batches import tokens
 from tests.unit.relay.entries import block, created, stored
 
 DEADLINE_S = 10.0
-SETTINGS = RelaySettings(sockets=(), schedulers=(), pull_interval_s=0.01)
+ANSWERS_AFTER_S = 0.2
+"""The engine waits for more before it answers: 2 s, and some releases twice."""
+SETTINGS = RelaySettings(
+    sockets=(), schedulers=(), pull_interval_s=0.01, scrape_deadline_s=ANSWERS_AFTER_S / 4
+)
 
 
 class Engine:
@@ -25,6 +29,7 @@ class Engine:
     def __init__(self) -> None:
         self.entries: list[object] = []
         self.refuses = False
+        self.answers_after_s = 0.0
         self.asked = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -33,6 +38,7 @@ class Engine:
         if self.refuses:
             raise web.HTTPServiceUnavailable
         taken, self.entries = self.entries, []
+        await asyncio.sleep(self.answers_after_s)
         return web.json_response(taken)
 
 
@@ -74,6 +80,15 @@ async def test_entries_are_read_once_and_held() -> None:
         await reached(pipeline, "history_lost")
         assert pipeline.counters()["events_stored"] == 1
         assert pipeline.counters()["batches"] == 2
+
+
+async def test_an_engine_that_waits_for_more_entries_is_waited_for() -> None:
+    engine = Engine()
+    engine.answers_after_s = ANSWERS_AFTER_S
+    engine.entries = [created(), stored(1, block(7, tokens(2)))]
+    async with pulling(engine) as pipeline:
+        await reached(pipeline, "history_lost")
+        assert pipeline.counters()["events_stored"] == 1
 
 
 async def test_an_engine_that_does_not_answer_is_not_believed_until_its_numbers_go_on() -> None:

@@ -12,8 +12,9 @@ from servingfleet_protos.v1.common_pb2 import (
     STREAM_STATE_RESYNCING,
     STREAM_STATE_UNPROVEN,
 )
+from servingfleet_relay.batches import Apply, Ignored, Lost, Restarted, Step
 from servingfleet_relay.frames import END_OF_REPLAY
-from servingfleet_relay.sequence import Apply, Ignored, Lost, Restarted, Sequence, Step
+from servingfleet_relay.sequence import Sequence
 
 NOW = 100.0
 
@@ -132,6 +133,51 @@ def test_a_hole_in_the_replay_is_asked_for_again_and_then_given_up() -> None:
     assert numbers.applied == 7
     assert state(numbers) == STREAM_STATE_HISTORY_LOST
     assert numbers.take_request() is None
+
+
+def test_every_hole_in_a_replay_is_asked_for_as_often_as_the_first() -> None:
+    """An engine drops what a throttled relay does not read: each answer ends in another hole."""
+    numbers = connected(upto=4)
+    numbers.live(*batch(40), NOW)
+    steps: list[Step] = []
+    for _ in range(12):
+        start = numbers.take_request()
+        assert start is not None
+        assert start == numbers.applied
+        for seq in (start, start + 1, start + 2, start + 3, start + 6):
+            steps += numbers.replayed(*batch(seq), NOW)
+    steps += answer(numbers, range(40, 42))
+    assert applied(steps) == list(range(5, 42))
+    assert (state(numbers), numbers.gaps) == (STREAM_STATE_LIVE, 1)
+
+
+def test_what_a_silent_replay_has_left_out_is_asked_for_while_it_brings_something() -> None:
+    numbers = connected(upto=4)
+    numbers.live(*batch(13), NOW)
+    now = NOW
+    for start in (4, 6, 8, 10):
+        assert numbers.take_request() == start
+        for seq in (start, start + 1, start + 2):
+            numbers.replayed(*batch(seq), now)
+        assert numbers.tick(now + 5.1) == []
+        assert state(numbers) == STREAM_STATE_RESYNCING
+        now += 5.1
+    assert numbers.take_request() == 12
+    assert kinds(numbers.tick(now + 5.1)) == ["Apply"], "13 had waited"
+    assert numbers.state == (STREAM_STATE_LIVE, "")
+
+
+def test_a_replay_that_brings_nothing_new_is_given_up_where_the_one_before_broke_off() -> None:
+    numbers = connected(upto=4)
+    numbers.live(*batch(13), NOW)
+    assert numbers.take_request() == 4
+    for seq in (4, 5):
+        numbers.replayed(*batch(seq), NOW)
+    assert numbers.replay_failed("silent", NOW) == []
+    assert numbers.take_request() == 5
+    numbers.replayed(*batch(5), NOW)
+    assert kinds(numbers.replay_failed("silent", NOW)) == ["Lost", "Apply"]
+    assert state(numbers) == STREAM_STATE_HISTORY_LOST
 
 
 def test_a_gap_beyond_the_ring_clears() -> None:
@@ -290,13 +336,16 @@ def test_a_silent_replay_is_given_up_at_its_deadline() -> None:
     assert kinds(numbers.tick(NOW + 5.1)) == ["Lost", "Apply"]
 
 
-def test_a_replay_without_its_end_is_proven_by_the_next_batch() -> None:
+def test_a_replay_that_never_ends_is_proven_by_the_next_batch() -> None:
     numbers = sequence()
     numbers.socket_up(NOW)
     numbers.take_request()
     numbers.replayed(*batch(0), NOW)
     numbers.replay_failed("no end", NOW)
-    assert state(numbers) == STREAM_STATE_UNPROVEN
+    assert state(numbers) == STREAM_STATE_RESYNCING
+    assert numbers.take_request() == 0
+    numbers.replay_failed("no answer", NOW)
+    assert numbers.state == (STREAM_STATE_UNPROVEN, "the replay from 0 broke off: no end")
     numbers.live(*batch(1), NOW)
     assert state(numbers) == STREAM_STATE_LIVE
 

@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from servingfleet_protos.v1 import routing_pb2, stream_pb2
+from servingfleet_protos.v1 import common_pb2, routing_pb2, stream_pb2
 from servingfleet_scheduler.errors import SessionRefused
+from servingfleet_scheduler.policy.estimate import prefill_seconds
+from servingfleet_scheduler.policy.speeds import DEFAULTS
+from servingfleet_scheduler.service import Scheduler
 
-from .helpers import LIVE, FakeRelay, finished, hashes, make_scheduler, route_request
+from .helpers import (
+    LIVE,
+    MODEL,
+    FakeRelay,
+    finished,
+    hashes,
+    make_scheduler,
+    route_request,
+    tokens,
+)
 from .test_sessions import predicted, rank_of
 
 STAGES = [value for value in routing_pb2.ReportRequest.Stage.values() if value]
@@ -33,6 +48,69 @@ def test_siblings_of_a_dispatched_prompt_are_credited_at_once() -> None:
     assert predicted(scheduler) == 64
 
 
+def siblings(scheduler: Scheduler, number: int, prefix: int, suffix: int) -> Counter[str]:
+    """Prompts that begin alike, all at once: how many went where."""
+    chosen: Counter[str] = Counter()
+    for each in range(number):
+        prompt = routing_pb2.Prompt(
+            tokens_le32=tokens(prefix) + tokens(suffix, first=10**6 * (each + 1))
+        )
+        response = scheduler.route(routing_pb2.RouteRequest(model=MODEL, prompt=prompt), 0.0)
+        chosen[response.target.replica] += 1
+    return chosen
+
+
+def beside_a_busy_one(**fields: Any) -> Scheduler:
+    """r1 is idle; before r2 is, a prompt of 8,000 tokens could be computed three times."""
+    scheduler = make_scheduler(**fields)
+    for name in ("r1", "r2"):
+        FakeRelay(scheduler, name).hello().snapshot()
+    busy = routing_pb2.Prompt(tokens_le32=tokens(32_000, first=10**8))
+    request = routing_pb2.RouteRequest(model=MODEL, prompt=busy)
+    request.only.add(replica="r2")
+    scheduler.route(request, 0.0)
+    return scheduler
+
+
+def test_sixteen_siblings_of_one_tick_go_together_when_that_is_faster() -> None:
+    assert siblings(beside_a_busy_one(), 16, 8000, 100) == {"r1": 16}
+    # Without credits each is thought to compute the whole prefix again.
+    assert siblings(beside_a_busy_one(credit=False), 16, 8000, 100)["r2"] > 0
+
+
+def test_sixteen_siblings_of_one_tick_spread_when_that_is_faster() -> None:
+    scheduler = make_scheduler()
+    for name in ("r1", "r2"):
+        FakeRelay(scheduler, name).hello().snapshot()
+    # What they have in common is little against what each has for itself.
+    chosen = siblings(scheduler, 16, 320, 4000)
+    assert min(chosen["r1"], chosen["r2"]) >= 7
+
+
+def test_a_hot_prefix_spreads_once_queueing_costs_more_than_recomputing() -> None:
+    scheduler = make_scheduler()
+    holder = FakeRelay(scheduler, "r1").hello()
+    holder.snapshot(hashes(8000))
+    FakeRelay(scheduler, "r2").hello().snapshot()
+    targets = []
+    for each in range(12):
+        prompt = routing_pb2.Prompt(
+            tokens_le32=tokens(8000) + tokens(2000, first=10**6 * (each + 1))
+        )
+        request = routing_pb2.RouteRequest(model=MODEL, prompt=prompt)
+        queue = {
+            candidate.target.replica: candidate.terms[0].seconds
+            for candidate in scheduler.explain(request, 0.0).candidates
+        }
+        target = scheduler.route(request, 0.0).target.replica
+        if "r2" not in targets:
+            recompute = prefill_seconds(DEFAULTS, 10_000, 0) - prefill_seconds(DEFAULTS, 2000, 8000)
+            assert (target == "r2") == (queue["r1"] > queue["r2"] + recompute)
+        targets.append(target)
+    assert targets[:3] == ["r1"] * 3
+    assert min(targets.count("r1"), targets.count("r2")) >= 3
+
+
 def test_a_credit_is_told_to_the_replicas_relay() -> None:
     scheduler = make_scheduler()
     relay = FakeRelay(scheduler).hello()
@@ -45,6 +123,8 @@ def test_a_credit_is_told_to_the_replicas_relay() -> None:
         prompt_tokens=65,
         origin="scheduler-1",
         expires_s=60.0,
+        work_s=prefill_seconds(DEFAULTS, 65, 0),
+        predicted=0,
     )
 
 
@@ -56,14 +136,31 @@ def test_the_end_of_a_credit_is_told_too() -> None:
     assert [each.decision_id for each in relay.take("credit_ended")] == [response.decision_id]
 
 
+def whole(scheduler: Scheduler, replica: str = "r1", engine_seq: int = 7) -> FakeRelay:
+    """A relay whose rank is known, up to one of the engine's batches."""
+    relay = FakeRelay(scheduler, replica=replica).hello()
+    relay.snapshot()
+    state = stream_pb2.RankState(rank=0, incarnation=1, state=LIVE, engine_seq=engine_seq)
+    relay.send(rank_state=state)
+    return relay
+
+
+def told(predicted: int, reported: int, **fields: Any) -> stream_pb2.Outcome:
+    """What the relay of `whole` hears a second after the prediction."""
+    said = {"rank": 0, "incarnation": 1, "engine_seq": 7, "age_s": 1.0, **fields}
+    return stream_pb2.Outcome(predicted=predicted, reported=reported, **said)
+
+
 def test_what_became_of_a_prompt_is_told_to_the_relay_of_where_it_ran() -> None:
     scheduler = make_scheduler()
-    relay, other = FakeRelay(scheduler).hello(), FakeRelay(scheduler, replica="r2").hello()
+    relay, other = whole(scheduler), whole(scheduler, "r2")
     response = scheduler.route(route_request(65), 0.0)
     ran, idle = (relay, other) if response.target.replica == "r1" else (other, relay)
+    # What comes meanwhile is of no account: the prediction did not rest on it.
+    later = stream_pb2.RankState(rank=0, incarnation=1, state=LIVE, engine_seq=8)
+    ran.send(rank_state=later)
     scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
-    # Anything was possible there before its snapshot: what was predicted says nothing of the stream.
-    assert ran.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=48, reported=48)]
+    assert ran.take("outcome") == [told(0, 48)]
     assert idle.take("outcome") == []
     failed = scheduler.route(route_request(65, first=900), 2.0)
     stage = routing_pb2.ReportRequest.STAGE_FAILED
@@ -71,14 +168,48 @@ def test_what_became_of_a_prompt_is_told_to_the_relay_of_where_it_ran() -> None:
     assert ran.take("outcome") == []
 
 
-def test_a_prediction_whose_bounds_did_not_hold_is_told_as_it_was() -> None:
+def test_a_prediction_within_its_bounds_is_told_as_right() -> None:
     scheduler = make_scheduler()
-    relay = FakeRelay(scheduler).hello()
-    relay.snapshot()
+    relay = whole(scheduler)
+    lost = common_pb2.STREAM_STATE_HISTORY_LOST
+    relay.send(rank_state=stream_pb2.RankState(rank=0, incarnation=1, state=lost, engine_seq=7))
     response = scheduler.route(route_request(65), 0.0)
-    assert response.prediction.upper == 0
+    assert response.prediction.upper > 48
     scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
-    assert relay.take("outcome") == [stream_pb2.Outcome(rank=0, predicted=0, reported=48)]
+    assert relay.take("outcome") == [told(48, 48)]
+
+
+def test_what_rests_on_credits_says_nothing_against_the_stream() -> None:
+    scheduler = make_scheduler()
+    relay = whole(scheduler)
+    relay.hold(hashes(32))
+    scheduler.route(route_request(65), 0.0)
+    sibling = scheduler.route(route_request(65), 0.0)
+    assert sibling.prediction.predicted == 64
+    scheduler.report(finished(sibling.decision_id, prompt=65, cached=32), 1.0)
+    assert relay.take("outcome") == [told(32, 32)]
+    again = scheduler.route(route_request(65), 0.0)
+    scheduler.report(finished(again.decision_id, prompt=65, cached=16), 1.0)
+    assert relay.take("outcome") == [told(32, 16)], "what was surely held was not there"
+
+
+@pytest.mark.parametrize("trouble", ["cold", "cut", "doubted"])
+def test_what_rests_on_a_stream_that_is_not_whole_is_not_told(trouble: str) -> None:
+    scheduler = make_scheduler()
+    relay = whole(scheduler)
+    match trouble:
+        case "cold":
+            relay.send(snapshot_begin=stream_pb2.SnapshotBegin(rank=0, incarnation=1))
+        case "cut":
+            relay.session.close(0.0)
+        case "doubted":
+            relay.hold(hashes(32), lane=9)
+    response = scheduler.route(route_request(65), 0.0)
+    if trouble == "cut":
+        relay.reconnect()
+        relay.hello(resume_instance=scheduler.instance_id, resume_from=1)
+    scheduler.report(finished(response.decision_id, prompt=65, cached=48), 1.0)
+    assert relay.take("outcome") == []
 
 
 def test_a_credit_told_after_its_outcome_was_reported_here_is_none() -> None:

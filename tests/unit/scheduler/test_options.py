@@ -89,3 +89,12 @@ def test_a_certificate_of_another_key_is_told(files: dict[str, str], tmp_path: P
 )
 def test_an_address_for_others_may_leave_out_the_port(advertised: str, address: str) -> None:
     assert peer_address(advertised, 7070) == address
+
+
+@pytest.mark.parametrize("target", ["2", "high=2", "0=", "0=0", "0=-1", "0=inf", "0=2/", "0=2/x"])
+def test_a_target_that_is_none_is_refused_with_its_form(target: str) -> None:
+    assert "PRIORITY=SECONDS[/QUEUE_SECONDS]" in refusal("--target", target)
+
+
+def test_a_class_has_one_target() -> None:
+    assert "twice" in refusal("--target", "0=2", "--target", "0=3")

@@ -329,6 +329,7 @@ def test_figures_of_few_pairs_are_unknown_and_of_enough_are_known() -> None:
         "erroneous_credit": 0.0,
         "erroneous_credit_per_prompt": 0.0,
         "fleet_ceiling": 0.8,
+        "expected_over_actual": 1.0,
         "interval_hit": 1.0,
         "join_rate": 1.0,
     }

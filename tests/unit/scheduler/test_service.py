@@ -235,7 +235,8 @@ def test_explain_opens_and_counts_nothing() -> None:
 
 def test_explain_lists_refused_targets_last_with_the_reason() -> None:
     scheduler = make_scheduler(static=["r1", "r2", "r3"])
-    FakeRelay(scheduler, "r3").hello().tell(load=stream_pb2.EngineLoad(waiting_tokens=10**6))
+    slow = stream_pb2.EngineLoad(waiting_tokens=10**6, waiting_requests=1000)
+    FakeRelay(scheduler, "r3").hello().tell(load=slow)
     request = route_request(deadline_s=1.0)
     request.exclude.add(replica="r1")
     found = [
@@ -244,7 +245,7 @@ def test_explain_lists_refused_targets_last_with_the_reason() -> None:
     ]
     assert found == [
         ("r2", True, ""),
-        ("r3", False, "50.041 s is beyond the deadline"),
+        ("r3", False, "55.811 s, ±0.265 s, is beyond the deadline, 1.000 s"),
         ("r1", False, "excluded by the request"),
     ]
 

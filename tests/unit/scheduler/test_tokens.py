@@ -16,7 +16,7 @@ from servingfleet_scheduler.tokens import (
     Tokens,
 )
 
-DECISION = Decision("owner", "model", "replica", 3, 12.5, 2**63 + 1, 100, 48, 32, 64, 80)
+DECISION = Decision("owner", "model", "replica", 3, 12.5, 2**63 + 1, 100, 48, 32, 64, 80, 44)
 TOKENS = Tokens(b"0123456789abcdef")
 
 

@@ -47,7 +47,7 @@ def account(folder: Path, *events: dict[str, Any]) -> Account:
 
 
 def request(predicted: int, cached: int, lower: int | None = None) -> Request:
-    made = Request(1, 0, PROMPT, late_s=0.0, asked=ROUTED, routed=ROUTED, end=End.FINISHED)
+    made = Request(1, 0, "m", PROMPT, late_s=0.0, asked=ROUTED, routed=ROUTED, end=End.FINISHED)
     made.prompt_tokens, made.cached_tokens = len(PROMPT), cached
     made.answer = routing_pb2.RouteResponse(
         target=common_pb2.Target(replica="r", rank=0),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # this name exists for type checkers only
     from servingfleet_protos.v1.routing_pb2_grpc import RouterAsyncStub
 
 Stage = routing_pb2.ReportRequest.Stage
-SESSION = Session(0, 0, (Turn(0.0, (1, 2, 3), 2), Turn(0.0, (4,), 2)))
+SESSION = Session(0, 0, (Turn(0.0, (1, 2, 3), 2), Turn(0.0, (4,), 2)), "m")
 
 
 class FakeRouter:
@@ -84,7 +84,7 @@ Engine = Callable[[httpx.Request], httpx.Response]
 
 async def play(router: FakeRouter, engine: Engine) -> Clients:
     async with httpx.AsyncClient(transport=httpx.MockTransport(engine)) as http:
-        played = Clients(cast("RouterAsyncStub", router), http, "m")
+        played = Clients(cast("RouterAsyncStub", router), http)
         await played.play([SESSION], seconds=1.0)
     return played
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servingfleet_sim.emulator.events import CPU, GPU, Cleared, Event, Removed, Stored
+from servingfleet_sim.emulator.groups import STATE, WINDOW, LayerGroup
 from servingfleet_sim.emulator.pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from servingfleet_sim.emulator.scheduler import Scheduler
 from servingfleet_sim.emulator.sequence import Asked, Phase, Sequence
@@ -18,21 +19,23 @@ SIZE = 4
 
 
 class Copies:
-    """The naive account: how many copies of each hash the events leave in each medium."""
+    """The naive account: how many copies of each hash the events leave in each medium, by group of layers."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Counter[bytes]] = {GPU: Counter(), CPU: Counter()}
+        self.held: dict[tuple[str, int], Counter[bytes]] = defaultdict(Counter)
 
     def apply(self, events: list[Event]) -> None:
         for event in events:
             match event:
                 case Stored():
-                    self.held[event.medium].update(event.hashes)
+                    self.held[event.medium, event.group].update(event.hashes)
                 case Removed():
-                    assert not Counter(event.hashes) - self.held[event.medium]
-                    self.held[event.medium] -= Counter(event.hashes)
+                    assert not Counter(event.hashes) - self.held[event.medium, event.group]
+                    self.held[event.medium, event.group] -= Counter(event.hashes)
                 case Cleared():
-                    self.held[GPU].clear()
+                    for medium, group in self.held:
+                        if medium == GPU:
+                            self.held[medium, group].clear()
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
@@ -64,16 +67,33 @@ ACTIONS = st.lists(
     ),
     max_size=60,
 )
-LIMITS = st.builds(
+SIZES = {
+    "block_size": st.just(SIZE),
+    "max_sequences": st.integers(1, 4),
+    "max_step_tokens": st.sampled_from([5, 12, 100]),
+}
+ALIKE = st.builds(
     Limits,
     blocks=st.integers(10, 20),
-    block_size=st.just(SIZE),
-    max_sequences=st.integers(1, 4),
-    max_step_tokens=st.sampled_from([5, 12, 100]),
     host_chunks=st.sampled_from([0, 0, 4, 30]),
     host_chunk_blocks=st.integers(1, 2),
     host_described=st.booleans(),
+    **SIZES,
 )
+HYBRID = st.builds(
+    Limits,
+    blocks=st.integers(20, 40),
+    groups=st.sampled_from(
+        [
+            (LayerGroup(WINDOW, 6), LayerGroup()),
+            (LayerGroup(WINDOW, 9),),
+            (LayerGroup(STATE), LayerGroup(STATE), LayerGroup()),
+            (LayerGroup(), LayerGroup(WINDOW, 12), LayerGroup(STATE)),
+        ]
+    ),
+    **SIZES,
+)
+LIMITS = st.one_of(ALIKE, HYBRID)
 
 
 def check(scheduler: Scheduler, copies: Copies) -> None:
@@ -83,13 +103,16 @@ def check(scheduler: Scheduler, copies: Copies) -> None:
     assert len(set(free)) == len(free) == pool.free
     assert NULL_BLOCK not in free
     holding = [*scheduler.running, *scheduler.loading]
-    held = {block for sequence in holding for block in sequence.blocks}
+    lanes = [lane for sequence in holding for lane in sequence.lanes]
+    held = {block for lane in lanes for block in lane.blocks if block != NULL_BLOCK}
     assert held.isdisjoint(free)
     assert len(held) + len(free) == pool.usable
-    assert sum(pool.content().values()) <= pool.usable
-    assert copies.held[GPU] == Counter(pool.content())
+    contents = [pool.content(group.number) for group in scheduler.groups]
+    assert sum(sum(content.values()) for content in contents) <= pool.usable
+    for number, content in enumerate(contents):
+        assert copies.held[GPU, number] == Counter(content)
     if scheduler.host is not None:
-        assert copies.held[CPU] == Counter(scheduler.host.content())
+        assert copies.held[CPU, 0] == Counter(scheduler.host.content())
 
 
 @settings(max_examples=150, deadline=None)

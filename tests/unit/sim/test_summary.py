@@ -21,7 +21,7 @@ def requests(sessions: int, ttft_s: Callable[[int, int], float]) -> list[Request
     made = []
     for session in range(sessions):
         for turn in range(3):
-            each = Request(session, turn, (), late_s=0.0, end=End.FINISHED)
+            each = Request(session, turn, "m", (), late_s=0.0, end=End.FINISHED)
             each.ttft_s = ttft_s(session, turn)
             each.prompt_tokens, each.cached_tokens = 100, 40
             made.append(each)

@@ -18,7 +18,7 @@ PROMPT = prompt_of(UNIT, random.Random(1))
 
 
 def seen(*events: Any, unit: int = UNIT, engine: Any = vllm) -> Canary:
-    canary = Canary(PROMPT, unit)
+    canary = Canary(PROMPT, unit, engine.PROFILE)
     for event in events:
         canary.observe(engine.decode_payload(payload(event)))
     return canary
@@ -73,12 +73,25 @@ def test_events_that_are_not_the_prompts_are_told(events: list[Any], told: str) 
         (16, 48, "first answer reports 16"),
         (0, 0, "second answer reports 0 cached tokens; expected 48"),
         (0, 49, "second answer reports 49"),
-        (0, None, "second answer reports no cached tokens"),
+        (
+            0,
+            None,
+            "second answer reports no cached tokens: the engine needs --enable-prompt-tokens",
+        ),
         (0, 32, "--less-units 1"),
     ],
 )
 def test_reports_that_do_not_fit_are_told(first: int | None, second: int | None, told: str) -> None:
     assert told in "; ".join(seen(blocks(0, 3)).differences(first, second))
+
+
+def test_an_engine_may_leave_out_that_it_reused_nothing() -> None:
+    canary = seen(pages.stored(PROMPT), engine=sglang)
+    assert canary.differences(None, 48) == ()
+    told = canary.differences(None, None)
+    assert (
+        "second answer reports no cached tokens: the engine needs --enable-cache-report" in told[1]
+    )
 
 
 def test_a_difference_stops_the_stream() -> None:

@@ -1,0 +1,1 @@
+"""Replays request traces against the production scheduler: engines, relays' transport and time are simulated."""
