@@ -112,7 +112,18 @@ def _origin(name: str, profile: EngineProfile) -> str:
     page = f"[{name}'s page](engines/{profile.engine}.md)"
     if profile.never_run:
         return f"Never run: {profile.never_run}. Never exact. {page}."
-    return f"Recorded: {_dotted(profile.recorded)}. {page}."
+    return f"Recorded: {_dotted(profile.recorded)}. {_replayed(profile)}{page}."
+
+
+def _replayed(profile: EngineProfile) -> str:
+    replayed = profile.replayed
+    if replayed is None:
+        return ""
+    others = "; ".join(f"{count}: {cause}" for cause, count in replayed.others)
+    return (
+        f"Of {replayed.requests} recorded requests {replayed.exact} are predicted to the token, and none outside its "
+        f"bounds without a cause. The others: {others}. "
+    )
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

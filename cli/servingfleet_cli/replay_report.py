@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from servingfleet_sim.replay.definitions import DEFINITIONS
 from servingfleet_sim.replay.document import Comparing
-from servingfleet_sim.replay.figures import DEFINITIONS
 from servingfleet_sim.replay.losses import MEANING, Loss
 from servingfleet_sim.replay.repeats import LEAST_REPEATS, Case, Comparison, Interval, as_text
 

@@ -198,11 +198,11 @@ class Match:
     @property
     def tail_tier(self) -> int:
         """The slowest tier (1: gpu) that holds the block where `predicted` ends: with that copy the block is gone.
-        0: no lane of this rank holds it, or no time was given."""
+        What is only credited counts as on the GPU. 0: this rank does not hold it, or no time was given."""
     @property
     def idle_s(self) -> float | None:
-        """Seconds since the block was last stored or used there, or one close to it in its prompt. None: not known,
-        as for what a snapshot brought."""
+        """Seconds since the block was last stored or used there, or one close to it in its prompt; below 0: until it
+        will be. None: not known, as for what a snapshot brought."""
     @property
     def turnover_s(self) -> float | None:
         """How long blocks are idle before this rank evicts them from that tier: the median of its last 64 removals.
@@ -241,8 +241,8 @@ class Index:
     ) -> int:
         """Returns how many blocks were held. Blocks that no other lane of the rank holds were evicted at `now`; None:
         they were not, or nobody knows when."""
-    def touch(self, replica: int, rank: int, hashes: bytes, now: float) -> None:
-        """The rank uses what it holds of these blocks, a prompt's from the first on."""
+    def touch(self, replica: int, rank: int, hashes: bytes, at: float) -> None:
+        """The rank uses what it holds of these blocks, a prompt's from the first on; `at` may be to come."""
     def idle(
         self, replica: int, rank: int, hashes: bytes, now: float
     ) -> list[tuple[int, float | None]]:
@@ -253,9 +253,15 @@ class Index:
     def clear(self, replica: int, rank: int, lane: int | None = None) -> int:
         """Drops a lane, or all lanes, of a rank. Returns how many blocks were held."""
     def open_credit(
-        self, decision: str, replica: int, rank: int, hashes: bytes, prompt_tokens: int
+        self,
+        decision: str,
+        replica: int,
+        rank: int,
+        hashes: bytes,
+        prompt_tokens: int,
+        at: float | None = None,
     ) -> bool:
-        """The prompt's blocks will be there soon (attention lanes: all; window and recurrent lanes: those that end
+        """The prompt's blocks will be there soon, and used at `at` (attention lanes: all; window and recurrent lanes: those that end
         before the last token). False: a credit of that name is open already."""
     def close_credit(self, decision: str) -> bool: ...
     def close_credits(self, replica: int, rank: int) -> int:

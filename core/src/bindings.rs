@@ -595,15 +595,9 @@ impl Index {
         Ok(self.index.drop(replica.0, rank.0, lane.0, &hashes)?)
     }
 
-    fn touch(
-        &mut self,
-        replica: Int<u32>,
-        rank: Int<u32>,
-        hashes: &[u8],
-        now: f64,
-    ) -> PyResult<()> {
+    fn touch(&mut self, replica: Int<u32>, rank: Int<u32>, hashes: &[u8], at: f64) -> PyResult<()> {
         let hashes = unpack(hashes)?;
-        self.index.set_time(Some(now));
+        self.index.set_time(Some(at));
         Ok(self.index.touch(replica.0, rank.0, &hashes)?)
     }
 
@@ -639,6 +633,7 @@ impl Index {
             .clear(replica.0, rank.0, lane.map(|lane| lane.0))?)
     }
 
+    #[pyo3(signature = (decision, replica, rank, hashes, prompt_tokens, at=None))]
     fn open_credit(
         &mut self,
         decision: &str,
@@ -646,8 +641,10 @@ impl Index {
         rank: Int<u32>,
         hashes: &[u8],
         prompt_tokens: Int<u64>,
+        at: Option<f64>,
     ) -> PyResult<bool> {
         let hashes = unpack(hashes)?;
+        self.index.set_time(at);
         Ok(self
             .index
             .open_credit(decision, replica.0, rank.0, hashes, prompt_tokens.0)?)

@@ -6,6 +6,7 @@ use std::ops::Range;
 use hashbrown::HashTable;
 
 use crate::hash::spread;
+use crate::recency::{Stamp, UNKNOWN};
 
 /// What open credits say of one block on one rank.
 pub struct Cover {
@@ -21,6 +22,8 @@ pub struct Cover {
     pub possible: u32,
     /// When a HOLD superseded the credits opened before.
     superseded: u64,
+    /// When the last of them all will be used.
+    pub used: Stamp,
 }
 
 struct Block {
@@ -46,13 +49,14 @@ pub struct Credits {
 }
 
 impl Credits {
-    /// False: a credit of that name is open already.
+    /// `used`: when the blocks will be. False: a credit of that name is open already.
     pub fn open(
         &mut self,
         decision: &str,
         rank: u32,
         hashes: Vec<u64>,
         state: Range<usize>,
+        used: Stamp,
     ) -> bool {
         if self.open.contains_key(decision) {
             return false;
@@ -77,10 +81,12 @@ impl Credits {
                     state: 0,
                     possible: 0,
                     superseded: 0,
+                    used: UNKNOWN,
                 });
                 block.covers.len() - 1
             });
             let cover = &mut block.covers[known];
+            cover.used = cover.used.max(used);
             cover.named += 1;
             cover.attention += 1;
             cover.state += u32::from(state.contains(&at));

@@ -79,7 +79,8 @@ pub struct Match {
 /// Where a block is held to the last by one rank, and since when it is idle there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tail {
-    /// The slowest tier that holds it, from 1 on: with that copy the block is gone. 0: none does, or no time is told.
+    /// The slowest tier that holds it, from 1 on: with that copy the block is gone. What is only credited counts as held
+    /// on the GPU. 0: none does, or no time is told.
     pub tier: u8,
     /// When it was last used there, by the layer group that did so the longest ago.
     pub used: Stamp,
@@ -429,14 +430,15 @@ impl Index {
         let lanes = &mut rank.plan.lanes.iter();
         if let Some(lane) = lanes.find(|lane| lane.number == number) {
             let ages = lost.iter().filter_map(|used| self.clock.since(*used));
-            rank.removals[lane.tier].extend(ages);
+            // What was to be used soon went before: how long it was idle by then is not known.
+            rank.removals[lane.tier].extend(ages.filter(|age| *age >= 0.0));
         }
         lost.clear();
         self.lost = lost;
         dropped
     }
 
-    /// A rank is about to use what it holds of these blocks.
+    /// A rank uses what it holds of these blocks at the time that was set, which may be one to come.
     pub fn touch(&mut self, replica: u32, rank: u32, hashes: &[u64]) -> Result<(), Refusal> {
         let slot = self.slot(replica, rank)?;
         if self.clock.now != UNKNOWN {
@@ -516,7 +518,8 @@ impl Index {
             .sum())
     }
 
-    /// False: a credit of that name is open already.
+    /// The blocks will be used at the time that was set, which may be one to come. False: a credit of that name is open
+    /// already.
     pub fn open_credit(
         &mut self,
         decision: &str,
@@ -528,7 +531,9 @@ impl Index {
         let slot = self.slot(replica, rank)?;
         self.covered(prompt, hashes.len())?;
         let state = self.ranks[slot as usize].plan.kept_state(prompt);
-        let opened = self.credits.open(decision, slot, hashes, state);
+        let opened = self
+            .credits
+            .open(decision, slot, hashes, state, self.clock.now);
         self.ranks[slot as usize].credits += u32::from(opened);
         Ok(opened)
     }
@@ -642,13 +647,13 @@ impl Index {
             }
         }
         if self.clock.now != UNKNOWN {
-            self.date(&mut matches);
+            self.date(&mut matches, hashes);
         }
         Ok(matches)
     }
 
     /// Says of each answer since when the block is idle where it ends. Answers are those of the ranks seen, in order.
-    fn date(&mut self, matches: &mut [Match]) {
+    fn date(&mut self, matches: &mut [Match], hashes: &[u64]) {
         let Roll {
             rows,
             seen,
@@ -692,6 +697,28 @@ impl Index {
                 } else if tier == of.tier {
                     of.used = of.used.min(used);
                 }
+            }
+        }
+        if self.credited.is_empty() {
+            return;
+        }
+        // What only credits speak of will be on the GPU.
+        for found in matches
+            .iter_mut()
+            .filter(|found| found.predicted > 0 && found.tail.tier == 0)
+        {
+            let block = (found.predicted - 1) / u64::from(self.block_tokens);
+            let hash = hashes.get(block as usize);
+            let covers = hash.and_then(|hash| self.credits.covers(*hash));
+            let slot = self.slots.get(&(found.replica, found.rank));
+            let cover = covers.into_iter().flatten().find(|cover| {
+                slot.is_some_and(|slot| *slot == cover.rank) && cover.attention > 0
+            });
+            if let Some(cover) = cover {
+                found.tail = Tail {
+                    tier: 1,
+                    used: cover.used,
+                };
             }
         }
     }

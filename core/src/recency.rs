@@ -31,10 +31,10 @@ impl Clock {
         self.now = self.now.saturating_add(1);
     }
 
-    /// Seconds from a stamp until now, where both are known.
+    /// Seconds from a stamp until now, where both are known; below 0 if it is still to come.
     pub fn since(&self, stamp: Stamp) -> Option<f64> {
         let known = stamp != UNKNOWN && self.now != UNKNOWN;
-        known.then(|| f64::from(self.now.saturating_sub(stamp)) / STAMPS_PER_S)
+        known.then(|| (f64::from(self.now) - f64::from(stamp)) / STAMPS_PER_S)
     }
 }
 

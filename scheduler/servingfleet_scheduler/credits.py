@@ -61,9 +61,10 @@ class Credits:
         prompt_tokens: int,
         *,
         expires: float,
+        due: float | None = None,
         origin: str = "",
     ) -> bool:
-        """Credits the prompt's blocks until `expires`. False: refused by a limit, or open already."""
+        """Credits the prompt's blocks until `expires`; its engine gets to them at `due`. False: refused by a limit, or open already."""
         blocks = len(hashes) // HASH_BYTES
         if decision_id in self._open or not blocks:
             return False
@@ -72,7 +73,7 @@ class Credits:
             return False
         index = self._fleet.index(replica.model)
         if index is None or not index.open_credit(
-            decision_id, replica.number, rank, hashes, prompt_tokens
+            decision_id, replica.number, rank, hashes, prompt_tokens, due
         ):
             return False
         credit = Credit(decision_id, replica.name, replica.model, rank, blocks, expires, origin)

@@ -136,7 +136,8 @@ class Dispatches:
             hashes = considered.prompt.hashes(option.replica.pairs)
             self._memory.sent(option.key, blocks_of(hashes))
         hashes = considered.prompt.hashes(option.replica.pairs)
-        self._fleet.touch(option.replica, option.rank.number, hashes, reuse.predicted, now)
+        due = now + chosen.candidate.queue_s
+        self._fleet.touch(option.replica, option.rank.number, hashes, reuse.predicted, due)
         if self._settings.credit:
             self._credit(decision_id, option, considered, dispatch)
         return response

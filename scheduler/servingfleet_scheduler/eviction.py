@@ -35,6 +35,8 @@ SHIFT_SD = 0.5
 """Prior standard deviation of the logarithm of the true turnover over the measured one: e^0.5 is 1.6."""
 SHARPNESS_SD = 0.5
 """Likewise of the sharpness over 1 / g."""
+MAX_STEP = 0.05
+"""By which one outcome changes a parameter at most: a tenth of its prior deviation."""
 MAX_SHIFT = math.log(10.0)
 SHARPNESS_BOUNDS = (0.2, 3.0)
 
@@ -53,6 +55,7 @@ class Tail(NamedTuple):
     tier: int
     """The slowest that holds it: 1 is the GPU."""
     idle_s: float
+    """Below 0: until it is used next, by a prompt that is ahead."""
     ahead_s: float
     """Until the engine gets to it."""
     turnover_s: float
@@ -117,14 +120,16 @@ class Calibration:
         return math.exp(self._log_alive(idle_s, ahead_s, turnover_s)[0])
 
     def learn(self, tail: Tail, gone: bool) -> None:
-        """The block turned out to be gone, or was there."""
+        """The block turned out to be gone, or was there. One that was safe says nothing of eviction, whatever came of
+        it."""
+        risky = min(SAFE_SHARE, self.safe_share) * tail.turnover_s
+        if tail.idle_s + tail.ahead_s <= risky:
+            return
         log_alive, by_shift, by_sharpness = self._log_alive(
             tail.idle_s, tail.ahead_s, tail.turnover_s
         )
         alive = math.exp(log_alive)
         chance = OTHER_LOSSES + (1 - OTHER_LOSSES) * (1 - alive)
-        if chance < 2 * OTHER_LOSSES:
-            return  # whatever came of it says nothing of eviction
         chance = min(chance, 1 - OTHER_LOSSES)
         # Derivatives of `chance`.
         a = -(1 - OTHER_LOSSES) * alive * by_shift
@@ -137,10 +142,12 @@ class Calibration:
         pull_a = surprise * a - FORGET * _SHIFT_INFORMATION * self.shift
         pull_s = surprise * s - FORGET * _SHARPNESS_INFORMATION * (self.sharpness - 1)
         whole = self._aa * self._ss - self._as * self._as
-        shift = self.shift + (self._ss * pull_a - self._as * pull_s) / whole
-        sharpness = self.sharpness + (self._aa * pull_s - self._as * pull_a) / whole
-        self.shift = _within(shift, -MAX_SHIFT, MAX_SHIFT)
-        self.sharpness = _within(sharpness, *SHARPNESS_BOUNDS)
+        step_a = (self._ss * pull_a - self._as * pull_s) / whole
+        step_s = (self._aa * pull_s - self._as * pull_a) / whole
+        # Where next to nothing should be gone one loss would be a leap, and may be chance.
+        held_back = min(1.0, MAX_STEP / max(abs(step_a), abs(step_s), MAX_STEP))
+        self.shift = _within(self.shift + held_back * step_a, -MAX_SHIFT, MAX_SHIFT)
+        self.sharpness = _within(self.sharpness + held_back * step_s, *SHARPNESS_BOUNDS)
         self.safe_share = min(1.0, math.exp((math.log(SAFE_SHARE) - self.shift) / self.sharpness))
 
     @staticmethod
@@ -151,6 +158,8 @@ class Calibration:
         self, idle_s: float, ahead_s: float, turnover_s: float
     ) -> tuple[float, float, float]:
         """log(S(a + d) / S(a)), and its derivatives by shift and by sharpness."""
+        # A cache may turn over within one tick of the clock.
+        turnover_s = max(turnover_s, LEAST_IDLE_S)
         spread = SHORT_SPREAD if turnover_s < SHORT_TURNOVER_S else SPREAD
         before = max(idle_s, LEAST_IDLE_S) / turnover_s
         after = max(idle_s + ahead_s, LEAST_IDLE_S) / turnover_s

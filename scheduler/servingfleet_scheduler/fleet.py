@@ -226,12 +226,12 @@ class Fleet:
         rank.warm, rank.doubted = False, True
         self._publish(replica, rank)
 
-    def touch(self, replica: Replica, rank: int, hashes: bytes, tokens: int, now: float) -> None:
-        """A declared rank is about to reuse so many tokens of a prompt."""
+    def touch(self, replica: Replica, rank: int, hashes: bytes, tokens: int, at: float) -> None:
+        """A declared rank will reuse so many tokens of a prompt then: those behind it in the queue find them fresh."""
         blocks = -(-tokens // self._settings.block_tokens)
         if blocks:
             used = hashes[: blocks * HASH_BYTES]
-            self._indexes[replica.model].touch(replica.number, rank, used, now)
+            self._indexes[replica.model].touch(replica.number, rank, used, at)
 
     def apply(
         self, replica: Replica, delta: stream_pb2.Delta, now: float | None = None

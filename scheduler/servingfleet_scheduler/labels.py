@@ -10,6 +10,7 @@ or came from another scheduler; and an engine's first requests after its start, 
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,8 @@ class Sent:
     kv_usage: float = 0.0
     first: float | None = None
     """When its first token came."""
+    clear: bool = True
+    """Only computing stood before its first token."""
     ended: bool = False
     cached: int | None = None
     """Reused, as the engine reports. None: it does not, or nobody has told."""
@@ -60,9 +63,9 @@ class Labels:
     """With one, until they end."""
     _firsts: list[Sent] = field(default_factory=list)
     """By first token; those not yet part of a group."""
-    _previous: float = 0.0
+    _previous: float = -math.inf
     """Last first token of the last group."""
-    _unclear_until: float = 0.0
+    _unclear_until: float = -math.inf
     """Nobody knows what ran before."""
     _skip: int = STARTING_LABELS
 
@@ -72,7 +75,7 @@ class Labels:
         self._waiting.clear()
         self._begun.clear()
         self._firsts.clear()
-        self._previous = self._unclear_until = 0.0
+        self._previous = self._unclear_until = -math.inf
         self._skip = STARTING_LABELS
 
     def sent(self, decision_id: str, sent: Sent) -> None:
@@ -82,12 +85,12 @@ class Labels:
             oldest = next(iter(self._waiting))
             self.lost(oldest, sent.at)
 
-    def first_token(self, decision_id: str, at: float) -> None:
-        """The first that is told counts."""
+    def first_token(self, decision_id: str, at: float, *, clear: bool = True) -> None:
+        """The first that is told counts. `clear`: nothing else is known to have held it up."""
         sent = self._waiting.pop(decision_id, None)
         if sent is None:
             return
-        sent.first = max(at, sent.at)
+        sent.first, sent.clear = max(at, sent.at), clear
         self._begun[decision_id] = sent
         insort(self._firsts, sent, key=_first)
 
@@ -140,7 +143,7 @@ class Labels:
             del firsts[:count]
             start = max(min(each.at for each in members), self._previous)
             self._previous = max(self._previous, last)
-            known = not wait and all(each.cached is not None for each in members)
+            known = not wait and all(each.clear and each.cached is not None for each in members)
             if not known or start < self._unclear_until or last <= start:
                 continue
             if self._skip:

@@ -19,6 +19,9 @@ from .tokens import Decision
 MAX_POOLS = 256
 """Beyond it the one that was asked for longest ago is forgotten; ranks that still use it keep it."""
 
+FULL_SHARE = 0.95
+"""Of the GPU cache in use, beyond which what waits may wait for memory: then first tokens tell nothing of speed."""
+
 _Request = routing_pb2.ReportRequest
 _FINISHED = (_Request.STAGE_UNSPECIFIED, _Request.STAGE_FINISHED)
 _LOST = (_Request.STAGE_FAILED, _Request.STAGE_ABORTED)
@@ -101,10 +104,11 @@ class Learner:
             pace.labels.lost(report.decision_id, now)
         elif report.stage == _Request.STAGE_FIRST_TOKEN:
             at = decision.at + report.ttft_s if report.HasField("ttft_s") else now
-            pace.labels.first_token(report.decision_id, at)
+            pace.labels.first_token(report.decision_id, at, clear=not _full(rank))
         elif report.stage in _FINISHED:
             if report.HasField("ttft_s"):
-                pace.labels.first_token(report.decision_id, decision.at + report.ttft_s)
+                at = decision.at + report.ttft_s
+                pace.labels.first_token(report.decision_id, at, clear=not _full(rank))
             cached, by_tier = _cached(report, decision)
             pace.labels.ended(report.decision_id, now, cached, by_tier)
         if pace.labels.incarnation == rank.incarnation:
@@ -139,6 +143,13 @@ class Learner:
         replica = self._fleet.get(name)
         rank = replica.ranks.get(number) if replica is not None else None
         return None if replica is None or rank is None else (replica, rank)
+
+
+def _full(rank: Rank) -> bool:
+    load = rank.load
+    return (
+        load is not None and bool(load.waiting_requests) and (load.kv_usage or 0.0) > FULL_SHARE
+    )
 
 
 def _cached(

@@ -275,6 +275,9 @@ class Session:
         self._streams.pins.note(credit.session, replica.name, rank.number, now)
         if credit.HasField("predicted"):
             self._streams.compare(replica, rank, credit)
+        ahead = rank.backlog.ahead(now, stale_s=self._streams.settings.load_stale_s)
+        due = now + ahead.seconds
+        self._streams.fleet.touch(replica, rank.number, credit.hashes, credit.predicted, due)
         self._streams.credits.open(
             credit.decision_id,
             replica,
@@ -282,9 +285,9 @@ class Session:
             credit.hashes,
             credit.prompt_tokens,
             expires=now + credit.expires_s,
+            due=due,
             origin=credit.origin,
         )
-        self._streams.fleet.touch(replica, rank.number, credit.hashes, credit.predicted, now)
         if credit.work_s:
             tokens = credit.prompt_tokens - credit.predicted
             # Its word took about as long as that of an own one takes to come back.

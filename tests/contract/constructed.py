@@ -45,6 +45,8 @@ class Constructed:
         `scheduler`: of a fleet that it joins."""
         self.now = 1_000.0
         self.replica = replica
+        self.lags = False
+        """What the relay has to say does not reach the scheduler."""
         values = {"engine": "vllm", "ranks": (0,)} | settings
         self.relay = Pipeline(
             PipelineSettings(
@@ -172,7 +174,7 @@ class Constructed:
             for ask in self.relay.take_replay_requests() if self.replays else ():
                 busy = True
                 self._replay(ask.rank, ask.start_seq)
-            for message in self.relay.take(LINK, 1024):
+            for message in self.relay.take(LINK, 1024) if not self.lags else ():
                 busy = True
                 self.session.receive(message, self.now)
             for answer in self.session.take():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 from tests.integration.fleet import PATIENCE_S, Scheduler
 
-from .engine import MODEL, Answer, Engine
+from .engine import MODEL, Answer
 
 REPLICA = "engine-0"
 RESET = "a cache reset that the idle engine has not announced"
@@ -55,11 +56,31 @@ class Account:
         return rows
 
 
+class Answering(Protocol):
+    """An engine, as far as a client sees it."""
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        output: int = 1,
+        headers: Mapping[str, str] | None = None,
+        salt: str = "",
+        prompt_logprobs: bool = False,
+    ) -> Answer:
+        """A completion of so many tokens."""
+        ...
+
+    async def last_sequence(self, rank: int = 0) -> int | None:
+        """Number of the last batch of events published. None: there was none."""
+        ...
+
+
 @dataclass
 class Client:
     """Asks one request at a time, each after everything before it has arrived at the scheduler."""
 
-    engine: Engine
+    engine: Answering
     scheduler: Scheduler
     account: Account
     replica: str = REPLICA

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from .client import Account
-from .environment import Environment, prepare
+from .environment import Environment, Say, prepare, prepare_sglang
 
 SWITCH = "SERVINGFLEET_ENGINE"
 HERE = Path(__file__).parent
@@ -46,13 +46,25 @@ def account(pytestconfig: pytest.Config) -> Account:
 
 
 @pytest.fixture(scope="session")
-def environment(pytestconfig: pytest.Config) -> Environment:
-    """The engine's own environment; says on the terminal what it does."""
+def say(pytestconfig: pytest.Config) -> Say:
+    """Writes a line on the terminal, whatever is captured."""
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
 
-    def say(line: str) -> None:
+    def write(line: str) -> None:
         with capture.global_and_fixture_disabled() if capture else nullcontext():
             reporter.write_line(f"\n{line}")
 
+    return write
+
+
+@pytest.fixture(scope="session")
+def environment(say: Say) -> Environment:
+    """The engine's own environment; says on the terminal what it does."""
     return prepare(say)
+
+
+@pytest.fixture(scope="session")
+def sglang(say: Say, environment: Environment) -> Path:
+    """The folder that SGLang lies in."""
+    return prepare_sglang(say, environment)

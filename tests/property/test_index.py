@@ -163,14 +163,15 @@ class IndexMachine(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.now += seconds
 
-    @rule(replica=replicas, rank=RANKS, hashes=PROMPTS)
-    def touch(self, replica: int, rank: int, hashes: list[int]) -> None:
+    @rule(replica=replicas, rank=RANKS, hashes=PROMPTS, ahead=st.sampled_from([0, 0, 50]))
+    def touch(self, replica: int, rank: int, hashes: list[int], ahead: int) -> None:
+        at = self.now + ahead
         if not self.knows(replica, rank):
             with pytest.raises(KeyError):
-                self.index.touch(replica, rank, packed(hashes), self.now)
+                self.index.touch(replica, rank, packed(hashes), at)
             return
-        self.index.touch(replica, rank, packed(hashes), self.now)
-        self.model.touch(replica, rank, hashes, self.now)
+        self.index.touch(replica, rank, packed(hashes), at)
+        self.model.touch(replica, rank, hashes, at)
         self.match(hashes, 1, False)
 
     @rule(replica=replicas, profile=PROFILES)
@@ -296,8 +297,8 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.index.open_credit(*args, packed(hashes), tokens)
             return
-        opened = self.index.open_credit(*args, packed(hashes), tokens)
-        assert opened == self.model.open_credit(*args, hashes, tokens)
+        opened = self.index.open_credit(*args, packed(hashes), tokens, self.now)
+        assert opened == self.model.open_credit(*args, hashes, tokens, self.now)
         self.match(hashes, more, False)
 
     @rule(decision=st.sampled_from("abcd"))

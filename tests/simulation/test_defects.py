@@ -22,8 +22,8 @@ Patch = pytest.MonkeyPatch
 def drops_are_ignored(patch: Patch) -> None:
     apply = Fleet.apply
 
-    def defect(self: Fleet, replica: Replica, delta: Delta) -> str | None:
-        return None if delta.op == Delta.OP_DROP else apply(self, replica, delta)
+    def defect(self: Fleet, replica: Replica, delta: Delta, now: float) -> str | None:
+        return None if delta.op == Delta.OP_DROP else apply(self, replica, delta, now)
 
     patch.setattr(Fleet, "apply", defect)
 
@@ -31,8 +31,8 @@ def drops_are_ignored(patch: Patch) -> None:
 def clears_are_ignored(patch: Patch) -> None:
     apply = Fleet.apply
 
-    def defect(self: Fleet, replica: Replica, delta: Delta) -> str | None:
-        return None if delta.op == Delta.OP_CLEAR else apply(self, replica, delta)
+    def defect(self: Fleet, replica: Replica, delta: Delta, now: float) -> str | None:
+        return None if delta.op == Delta.OP_CLEAR else apply(self, replica, delta, now)
 
     patch.setattr(Fleet, "apply", defect)
 

@@ -172,7 +172,7 @@ class ReuseReport(_message.Message):
     @_builtins.property
     def figures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]:
         """reused_fraction, index_coverage, erroneous_credit, erroneous_credit_per_prompt, interval_hit, fleet_ceiling,
-        join_rate.
+        expected_over_actual, join_rate.
         """
 
     @_builtins.property

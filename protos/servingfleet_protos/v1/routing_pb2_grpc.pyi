@@ -5,7 +5,7 @@ Where should this prompt go, why, and what became of it.
 
 Errors use canonical codes with google.rpc details: INVALID_ARGUMENT + BadRequest (the field), NOT_FOUND + ErrorInfo
 (MODEL_UNKNOWN, TARGET_UNKNOWN), UNAVAILABLE + ErrorInfo (NO_REPLICAS) + RetryInfo, RESOURCE_EXHAUSTED + ErrorInfo
-(DEADLINE_UNREACHABLE, the estimates in its metadata) + RetryInfo. Where callers are checked: UNAUTHENTICATED and
+(DEADLINE_UNREACHABLE, TARGET_UNREACHABLE, QUEUE_FULL, the estimates in its metadata) + RetryInfo. Where callers are checked: UNAUTHENTICATED and
 PERMISSION_DENIED + ErrorInfo, UNAVAILABLE + ErrorInfo (REVIEW_UNAVAILABLE) + RetryInfo. docs/scheduler.md lists all.
 """
 

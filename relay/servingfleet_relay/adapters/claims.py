@@ -59,6 +59,21 @@ class Claim:
     """Recordings by their folder, tests as "file::name"."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Requests of an engine's recordings: how many were predicted to the token, and why the others were not."""
+
+    requests: int
+    exact: int
+    others: tuple[tuple[str, int], ...]
+    """Cause, as `servingfleet verify` names it, and how many."""
+
+
+VLLM_REPLAYED = Replayed(385, 375, (("a cache reset that the idle engine had not announced", 10),))
+SGLANG_REPLAYED = Replayed(
+    39, 36, (("a part of a canonical block, of which only whole ones are known", 3),)
+)
+
 EXACT, BOUNDED, REFUSED = Grade.EXACT, Grade.BOUNDED, Grade.REFUSED
 
 _WIRE = "tests/unit/relay/test_vllm_wire.py"
@@ -130,7 +145,8 @@ VLLM: tuple[Claim, ...] = (
     ),
     Claim(
         *(Feature.SHARED, BOUNDED),
-        note="with --shared-store: what one replica told is expected of all that name the store, and promised by none",
+        note="with --shared-store: what one replica told is expected of all that name the store, and promised by none; known "
+        "for as long as a relay that told it is connected",
     ),
     Claim(*(Feature.STORAGE, BOUNDED), note="removals are never announced: possible, not expected"),
     Claim(
@@ -140,7 +156,8 @@ VLLM: tuple[Claim, ...] = (
     Claim(*(Feature.NGRAM, EXACT), proofs=("h-ngram-spec",)),
     Claim(
         *(Feature.LOOKAHEAD, BOUNDED, (0, 33)),
-        note="one block less is expected, and nothing promised",
+        note="one block less is expected, and nothing promised: the last block's hash covers tokens after it, which the "
+        "next prompt need not have",
     ),
     Claim(*(Feature.RANKS, EXACT), proofs=("e-data-parallel",)),
     Claim(*(Feature.RESETS, EXACT), proofs=("c-reset", "j-restart")),

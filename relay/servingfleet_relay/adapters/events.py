@@ -11,7 +11,7 @@ from enum import Enum, IntEnum
 
 from servingfleet_protos.v1.stream_pb2 import TierRule
 
-from .claims import Claim
+from .claims import Claim, Replayed
 
 
 class Doubt(IntEnum):
@@ -253,6 +253,8 @@ class EngineProfile:
     """Oldest first."""
     recorded: tuple[int, ...] = ()
     """The release beside which it was read and recorded."""
+    replayed: Replayed | None = None
+    """What became of its recordings' requests."""
     claims: tuple[Claim, ...] = ()
     """What is known of it, feature by feature."""
     rank_fields: tuple[str, ...] = ()

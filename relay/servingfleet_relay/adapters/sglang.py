@@ -68,6 +68,7 @@ PROFILE = EngineProfile(
     # The header is read since March 2026 (#19832); the second name is the older one, and still taken.
     rank_fields=("routed_dp_rank", "data_parallel_rank"),
     report_flag="--enable-cache-report",
+    replayed=claims.SGLANG_REPLAYED,
     claims=claims.SGLANG,
     generations=(
         schema.arrays((0, 4, 6), 6, 2, batch_length=2),

@@ -79,6 +79,7 @@ PROFILE = EngineProfile(
     chunked_kinds=frozenset({"chunked_local_attention"}),
     recorded=(0, 32),
     report_flag="--enable-prompt-tokens-details",
+    replayed=claims.VLLM_REPLAYED,
     claims=claims.VLLM,
     generations=(
         schema.arrays((0, 9), 6, 2, batch_length=2),

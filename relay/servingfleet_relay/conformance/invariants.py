@@ -341,6 +341,8 @@ TABLE: tuple[Invariant, ...] = (
         "compare tokenizer, adapters, salts and ranks of clients and engine",
         ("feedback_off", "feedback_wrong"),
         design="4",
+        limits="of predictions that rested on all that the relay knew half a second before (others: `outcomes_lagging`), and "
+        "not on credits; where history is lost, only of too much",
     ),
     _row(
         32,

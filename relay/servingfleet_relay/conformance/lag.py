@@ -10,7 +10,7 @@ from collections import deque
 
 from servingfleet_protos.v1.stream_pb2 import Outcome
 
-LAG_S = 1.0
+LAG_S = 0.5
 """What a scheduler may not know yet: deltas are milliseconds on their way, and told in order."""
 RESOLUTION_S = 0.25
 MOMENTS = 4096

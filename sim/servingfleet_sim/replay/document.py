@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
+from .definitions import DEFINITIONS
 from .digest import GRID, SECONDS_EDGES, Bin
-from .figures import DEFINITIONS
 from .losses import MEANING
 from .repeats import Case, Comparison, Interval, comparisons
 

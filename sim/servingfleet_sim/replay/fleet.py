@@ -197,6 +197,7 @@ def _true_speeds(pool: PoolSpec) -> Speeds:
         step_s=truth.step_s,
         token_s=truth.token_s,
         attention_s=truth.pair_s,
+        step_tokens=pool.step_tokens,
         host=tiers.get("host", DEFAULTS.host),
         disk=tiers.get("disk", DEFAULTS.disk),
     )

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
+from .definitions import DEFINITIONS
 from .digest import GRID
 from .document import Comparing
-from .figures import DEFINITIONS
 from .losses import MEANING, Loss
 from .repeats import Case, Interval, as_text
 

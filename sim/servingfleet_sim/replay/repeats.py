@@ -15,8 +15,8 @@ from scipy import stats
 
 from servingfleet_core.figures import CONFIDENCE
 
+from .definitions import DEFINITIONS, Better
 from .digest import Bin, Digest, Moment
-from .figures import DEFINITIONS, Better
 from .losses import Loss
 
 LEAST_REPEATS = 5

@@ -58,12 +58,12 @@ class World:
                 replay_s=events.replay_s,
                 link_s=events.link_s,
             )
-        self._relays: dict[str, Relay] = {}
+        self.relays: dict[str, Relay] = {}
         self._engines: dict[str, list[RankEngine]] = {}
         self._down: set[str] = set()
         for replica, pool in self._pools.items():
             rng = random.Random(f"relay {seed} {replica}")
-            relay = self._relays[replica] = Relay(
+            relay = self.relays[replica] = Relay(
                 replica,
                 pool,
                 self._unit,
@@ -86,7 +86,7 @@ class World:
                 )
                 relay.add(engine)
                 self._engines[replica].append(engine)
-        self._ranks = [engine for engines in self._engines.values() for engine in engines]
+        self.engines = [engine for engines in self._engines.values() for engine in engines]
         each = settings(options, fleet)
         self.schedulers = [
             Scheduler(
@@ -98,7 +98,7 @@ class World:
             )
             for number in range(options.schedulers or fleet.schedulers)
         ]
-        for relay in self._relays.values():
+        for relay in self.relays.values():
             for scheduler in self.schedulers:
                 session = scheduler.open_session(0.0)
                 session.on_output = self._wakes(session, relay)
@@ -119,9 +119,9 @@ class World:
             self.clock.at(first, again)
 
         every(self._options.tick_s, self._options.tick_s, self._tick)
-        for place, (replica, relay) in enumerate(self._relays.items()):
+        for place, (replica, relay) in enumerate(self.relays.items()):
             interval = self._pools[replica].load_interval_s
-            first = interval * (place + 1) / len(self._relays)
+            first = interval * (place + 1) / len(self.relays)
             every(interval, first, lambda replica=replica, relay=relay: self._load(replica, relay))  # type: ignore[misc]
         for failure in self._failures:
             self.clock.at(failure.at, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
@@ -186,7 +186,7 @@ class World:
 
     def busy(self) -> dict[str, float]:
         """Seconds in steps, by rank."""
-        return {each.name: each.busy_s for each in self._ranks}
+        return {each.name: each.busy_s for each in self.engines}
 
     def sums(self) -> list[Sums]:
         """The ledgers' totals."""
@@ -202,7 +202,7 @@ class World:
 
     def _up(self) -> Iterable[RankEngine]:
         if not self._down:
-            return self._ranks
+            return self.engines
         return [
             engine
             for replica, engines in self._engines.items()
@@ -230,12 +230,12 @@ class World:
         if replica in self._down:
             return
         self._down.add(replica)
-        self._relays[replica].stopped()
+        self.relays[replica].stopped()
         left = [job for engine in self._engines[replica] for job in engine.stop()]
 
         def back() -> None:
             self._down.discard(replica)
-            self._relays[replica].started()
+            self.relays[replica].started()
 
         self.clock.at(self.clock.now + failure.for_s, back)
         for job in left:

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from servingfleet_cli.__main__ import main
 from servingfleet_sim.replay import cases
-from servingfleet_sim.replay.figures import DEFINITIONS
+from servingfleet_sim.replay.definitions import DEFINITIONS
 
 ROOT = Path(__file__).parents[3]
 LOAD = "generated:conversations=8,starts_per_s=4,turns=3,answer_tokens=20"
@@ -87,11 +87,10 @@ def test_progress_reaches_the_end_in_one_process_and_in_two(
     fleet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[int] = []
-    run_cases = cases.run_cases
+    run_cases: Any = cases.run_cases
 
     def listening(*arguments: Any) -> Any:
-        *others, _ = arguments
-        return run_cases(*others, heard.append)
+        return run_cases(*arguments[:-1], heard.append)
 
     monkeypatch.setattr(cases, "run_cases", listening)
     for jobs in ("1", "2"):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from servingfleet_scheduler.labels import Sent
 from servingfleet_scheduler.learning import Pace
 from servingfleet_scheduler.policy.estimate import prefill_seconds
+from servingfleet_scheduler.policy.rules import UNKNOWN
 from servingfleet_scheduler.policy.speeds import Speeds
 
 
@@ -84,8 +85,10 @@ def load(
     return found
 
 
-def told(pace: Pace, prompts: list[Prompt], served: list[Served], decode_s: float = 0.0) -> Iterator[int]:
-    """Tells a rank's labels all of it in order of time; after each prompt that is learned from: how many."""
+def told(
+    pace: Pace, prompts: list[Prompt], served: list[Served], decode_s: float = 2.0
+) -> Iterator[float]:
+    """Tells a rank all of it in order of time; yields the time of what has just been learned from."""
     events: list[tuple[float, int, str, Prompt]] = []
     numbers = {id(prompt): number for number, prompt in enumerate(prompts)}
     for prompt in prompts:
@@ -103,10 +106,7 @@ def told(pace: Pace, prompts: list[Prompt], served: list[Served], decode_s: floa
             pace.labels.first_token(name, at)
         else:
             pace.labels.ended(name, at, prompt.reused)
-            pace.learn(RULES)
+            pace.learn(UNKNOWN)
             if pace.learned > learned:
                 learned = pace.learned
-                yield learned
-
-
-from servingfleet_scheduler.policy.rules import UNKNOWN as RULES  # noqa: E402
+                yield prompt.at

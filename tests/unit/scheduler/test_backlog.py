@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servingfleet_scheduler.backlog import ERROR_SHARE, Ahead, Backlog, Dispatch, Echo, Load
+from servingfleet_scheduler.policy.estimate import prefill_seconds
 from servingfleet_scheduler.policy.speeds import Speeds
+
+from .engines import Engine, Prompt
 
 SPEEDS = Speeds(step_s=0.1, token_s=0.001, attention_s=0.0, step_tokens=1000, request_tokens=1900)
 """One step takes 1,000 tokens in 1.1 s; a request of which nothing is known, 2.1 s."""
@@ -256,7 +260,9 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_one_more_dispatch_adds_between_its_tokens_and_its_work_alone(steps: list[tuple[str, Any]]) -> None:
+def test_one_more_dispatch_adds_between_its_tokens_and_its_work_alone(
+    steps: list[tuple[str, Any]],
+) -> None:
     queue, now = Queue(), 0.0
     for kind, value in steps:
         if kind == "send":
@@ -275,3 +281,44 @@ def test_one_more_dispatch_adds_between_its_tokens_and_its_work_alone(steps: lis
     before = queue.seconds(now)
     added = queue.send(now, 700).seconds(now) - before
     assert 0.7 - 1e-6 <= added <= 0.8 + 1e-6
+
+
+# Against an engine that computes in steps
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["first tokens told", "nothing told"])
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("tokens", [300, 2000])
+def test_what_is_ahead_is_what_prompts_then_wait_for(
+    tokens: int, share: float, *, told: bool
+) -> None:
+    rng, speeds, backlog = random.Random(3), Speeds(), Backlog()
+    sizes = [
+        min(30_000, max(20, int(rng.lognormvariate(math.log(tokens), 1.0)))) for _ in range(3000)
+    ]
+    # Seconds of a prompt, on average, where all steps are full.
+    seconds = sum(
+        prefill_seconds(speeds, size, 0) - speeds.step_s * (speeds.steps(size) - size / 8192)
+        for size in sizes
+    ) / len(sizes)
+    now, prompts = 0.0, []
+    for size in sizes:
+        now += rng.expovariate(share / seconds)
+        prompts.append(Prompt(now, size, 0))
+    served = Engine(speeds, rng).serve(prompts)
+    numbers = {prompt: number for number, prompt in enumerate(prompts)}
+    events = sorted(
+        [(prompt.at, 1, number) for number, prompt in enumerate(prompts)]
+        + [(each.first, 0, numbers[each.prompt]) for each in served if told]
+    )
+    expected = 0.0
+    for at, arrives, number in events:
+        if not arrives:
+            backlog.started(str(number), speeds, at)
+            continue
+        work_s = prefill_seconds(speeds, sizes[number], 0)
+        expected += backlog.ahead(at, stale_s=STALE_S).seconds + work_s
+        backlog.sent(str(number), Dispatch(at, work_s, tokens=sizes[number]), speeds)
+    actual = sum(each.first - each.prompt.at for each in served)
+    # Short prompts wait for those that come after them and share their step: nobody knows of these yet.
+    assert 0.8 * actual < expected < 1.05 * actual

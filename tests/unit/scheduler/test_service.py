@@ -13,8 +13,11 @@ from servingfleet_scheduler.errors import (
     ModelUnknown,
     NoReplicas,
     TargetUnknown,
+    TargetUnreachable,
 )
+from servingfleet_scheduler.metrics import Metrics
 from servingfleet_scheduler.service import Scheduler
+from servingfleet_scheduler.settings import AdmissionSettings, AdmissionTarget
 
 from .helpers import (
     LIVE,
@@ -205,6 +208,22 @@ def test_a_deadline_out_of_reach_is_rejected_and_counted() -> None:
     assert reuse(scheduler).sums.rejected == 1
     assert reuse(scheduler).sums.decisions == 0
     assert len(scheduler.credits) == 0
+
+
+def test_a_class_of_requests_is_turned_away_where_its_target_can_not_be_kept() -> None:
+    targets = (AdmissionTarget(0, 5.0), AdmissionTarget(10, 0.5))
+    scheduler = make_scheduler(static=["r1"], admission=AdmissionSettings(targets))
+    FakeRelay(scheduler).hello().tell(load=stream_pb2.EngineLoad(waiting_tokens=20_000))
+    assert scheduler.route(route_request(), 0.0)
+    with pytest.raises(TargetUnreachable):
+        scheduler.route(route_request(priority=10), 0.0)
+    (candidate,) = scheduler.explain(route_request(priority=10), 0.0).candidates
+    assert "beyond the class's target" in candidate.refused
+    assert reuse(scheduler).sums.rejected == 1
+    text = Metrics(scheduler, lambda: 0.0).text().decode()
+    assert (
+        'class_rejections_total{class="10",model="model-a",reason="TARGET_UNREACHABLE"} 1.0' in text
+    )
 
 
 def test_a_deadline_within_reach_is_met_whatever_the_policy_prefers() -> None:

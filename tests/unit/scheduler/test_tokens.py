@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
+import struct
 from dataclasses import replace
 
 import pytest
@@ -82,3 +85,28 @@ def test_another_version_is_bad() -> None:
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 16"):
         Tokens(b"short")
+
+
+def signed(payload: bytes) -> str:
+    """An id of that content, as any release signs it."""
+    tag = hmac.new(b"0123456789abcdef", payload, hashlib.sha256).digest()[:16]
+    return base64.urlsafe_b64encode(b"\x02" + tag + payload).decode().rstrip("=")
+
+
+def test_an_id_of_the_release_before_counted_on_what_it_predicted() -> None:
+    payload = base64.urlsafe_b64decode(TOKENS.write(DECISION) + "==")[17:]
+    assert signed(payload) == TOKENS.write(DECISION)
+    before = TOKENS.read(signed(payload[:-4]))
+    assert before == replace(DECISION, expected=DECISION.predicted)
+
+
+def test_the_release_before_reads_an_id_of_this_one() -> None:
+    payload = base64.urlsafe_b64decode(TOKENS.write(DECISION) + "==")[17:]
+    # It reads a fixed part, a kind and four names, and does not look further.
+    offset, names = 40 + 1, []
+    for _ in range(4):
+        (size,) = struct.unpack_from("<H", payload, offset)
+        names.append(payload[offset + 2 : offset + 2 + size])
+        offset += 2 + size
+    assert names == [b"owner", b"", b"replica", b"model"]
+    assert payload[offset:] == struct.pack("<I", DECISION.expected)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from servingfleet_protos.v1 import routing_pb2, stream_pb2
+from servingfleet_scheduler.metrics import Metrics
 from servingfleet_scheduler.service import Scheduler
 
 from .helpers import BLOCK, LIVE, FakeRelay, finished, hashes, make_scheduler, route_request
@@ -126,6 +127,26 @@ def test_an_end_takes_work_and_credit_away_wherever_it_is_reported(
     assert not any(each.streams.drops for each in fleet.schedulers.values())
 
 
+def test_a_new_engine_life_has_nothing_ahead() -> None:
+    fleet = Fleet("r1")
+    fleet.route("one", 5000)
+    fleet.echo()
+    for relays in fleet.relays.values():
+        relays["r1"].send(rank_state=stream_pb2.RankState(incarnation=1, state=LIVE))
+    assert [fleet.queue_s(name) for name in ("one", "two")] == [0.0, 0.0]
+
+
+def test_a_relay_that_begins_anew_does_not_make_its_engine_idle() -> None:
+    fleet = Fleet("r1")
+    fleet.route("one", 5000)
+    fleet.echo()
+    for name, scheduler in fleet.schedulers.items():
+        before = fleet.queue_s(name)
+        fleet.relays[name]["r1"].session.close(0.0)
+        FakeRelay(scheduler, "r1").hello(stream_id="another life")
+        assert fleet.queue_s(name) == before > 0.2
+
+
 def test_a_peers_dispatch_is_taken_to_be_as_old_as_an_own_echo() -> None:
     fleet = Fleet("r1")
     for first in range(20):
@@ -171,6 +192,9 @@ def test_what_one_of_them_does_not_know_is_the_disagreement() -> None:
         fleet.echo()
     found = fleet.schedulers["two"].disagreement
     assert (found.difference, found.prompt, found.samples) == (640, 700, 1)
+    text = Metrics(fleet.schedulers["two"], lambda: 0.0).text().decode()
+    assert "servingfleet_scheduler_peer_prediction_difference_tokens_total 640.0" in text
+    assert "servingfleet_scheduler_peer_prediction_prompt_tokens_total 700.0" in text
 
 
 # Whatever happens

@@ -36,7 +36,7 @@ def lag(*applied: tuple[float, int]) -> Lag:
         (said(6), False),
     ],
 )
-def test_a_prediction_rests_on_all_that_was_applied_a_second_before(
+def test_a_prediction_rests_on_all_that_was_applied_half_a_second_before(
     outcome: Outcome, rested: bool
 ) -> None:
     assert lag((30.0, 5), (20.0, 6), (5.0, 7)).rested(outcome, 1, NOW) is rested

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from servingfleet_sim.replay.definitions import DEFINITIONS
 from servingfleet_sim.replay.digest import digest
-from servingfleet_sim.replay.figures import DEFINITIONS, pool_values, quantile, run_values
+from servingfleet_sim.replay.figures import pool_values, quantile, run_values
 from servingfleet_sim.replay.losses import Loss, waterfall
 from servingfleet_sim.replay.results import Ceilings
 
@@ -162,7 +163,7 @@ def test_each_pool_speaks_for_its_own_requests() -> None:
 
 
 def test_a_run_of_nothing_has_every_figure_unknown_but_counts() -> None:
-    values = run_values(run([], busy_s={}, wall_s=0.0))
+    values = run_values(run([], busy_s={}, wall_s=0.0, simulated_s=0.0))
     known = {name for name, value in values.items() if not math.isnan(value)}
     assert known == {
         *("ceiling_u1", "ceiling_u2", "ceiling_u3", "ceiling_u4"),
