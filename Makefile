@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 RUST := core/Cargo.toml core/Cargo.lock $(wildcard core/src/*.rs core/src/*/*.rs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo test test-cluster test-engine check bench generate clean
+.PHONY: help setup demo cluster-demo test test-cluster test-engine check bench routing generate clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -46,6 +46,9 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 
 bench: $(READY) ## time and memory of the hot paths, as ratios, into bench/out
 	$(BIN)/python bench/run.py
+
+routing: $(READY) ## replay public traces (TRACES=FOLDER) and rewrite the tables of docs/routing.md (half an hour)
+	$(BIN)/python bench/routing.py $(if $(TRACES),--traces $(TRACES))
 
 generate: $(READY) ## regenerate the committed Python of protos/ and the generated pages of docs/
 	$(BIN)/python protos/generate.py

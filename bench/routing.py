@@ -90,7 +90,28 @@ REUSE: Mapping[str, Cell] = {
 }
 LOADS: Mapping[str, Cell] = {"busiest/mean": figure("imbalance_max")}
 
+CALIBRATION: Mapping[str, Cell] = {
+    "expected less reused, % of prompts": share("expected_bias", "+.2f"),
+    "estimated less real, %": share("estimate_bias", "+.1f"),
+    "median error, %": share("estimate_error"),
+    "within sd, %": share("estimate_within_sd"),
+}
+TARGETS: Mapping[str, Cell] = {
+    "in target, %": share("goodput"),
+    "late, %": share("late_share"),
+    "rejected, %": share("rejected_share"),
+    "finished/s": figure("finished_per_s"),
+    "mean, s": figure("ttft_mean_s"),
+    "p95, s": figure("ttft_p95_s"),
+}
+SCHEDULERS: Mapping[str, Cell] = {
+    "predictions differ, % of prompts": share("disagreement", ".2f"),
+    "other choice, %": share("other_choice"),
+    "reused less first, points": less_first("reused_fraction", "difference", 100, "+.2f"),
+}
+
 FLEET = "--fleet examples/replay/fleet.yaml"
+LONG = "--fleet examples/replay/fleet-long.yaml"
 POLICIES = " ".join(
     f"--policy {policy}"
     for policy in (
@@ -99,24 +120,57 @@ POLICIES = " ".join(
 )
 WORTH = (
     "--variant credits-off:credit=false --variant learning-off:learn=false "
-    "--variant tiers-priced-alike:price_tiers=false --variant tiers-untold:tell_tiers=false "
-    "--variant careful:quantile=0.1 --variant no-exploring:explore=0"
+    "--variant tiers-priced-alike:price_tiers=false --variant tiers-untold:tell_tiers=false"
 )
-CONVERSATION = f"{TRACES}mooncake_conversation.jsonl --first 3000"
-SYNTHETIC = f"{TRACES}mooncake_synthetic.jsonl --first 3000 --rate 1.5"
-AGENTIC = f"{TRACES}agentic_weka_sample.jsonl.gz --first 3000"
+CONVERSATION = f"{TRACES}mooncake_conversation.jsonl --first 1500"
+SYNTHETIC = f"{TRACES}mooncake_synthetic.jsonl --first 1500 --rate 1.2"
+AGENTIC = f"{TRACES}agentic_weka_sample.jsonl.gz --first 500 --closed-loop --start-every 60"
 BURSTS = (
-    "generated:conversations=600,starts_per_s=4,burstiness=40,prompts=100,skew=0.5,"
-    "system_tokens=12000,turns=1"
+    "generated:conversations=1000,turns=1,starts_per_s=8,burstiness=40,prompts=200,skew=0.5,"
+    "system_tokens=12000"
 )
+LAGS = (
+    "--variant lag-0.5:lag=0.5 --variant lag-2:lag=2 --variant credits-off:credit=false "
+    "--variant lag-2-credits-off:lag=2,credit=false"
+)
+RATES = " ".join(f"--variant rate-{rate}:rate={rate}" for rate in (1.0, 1.2, 1.4, 1.8))
 
 TABLES = (
     Table("conversation", f"{CONVERSATION} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("synthetic", f"{SYNTHETIC} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
-    Table("agentic", f"{AGENTIC} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
+    Table("agentic", f"{AGENTIC} {LONG} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("worth-conversation", f"{CONVERSATION} {FLEET} {WORTH}", {**TIMES, **REUSE}),
     Table("worth-synthetic", f"{SYNTHETIC} {FLEET} {WORTH}", {**TIMES, **REUSE}),
-    Table("worth-agentic", f"{AGENTIC} {FLEET} {WORTH}", {**TIMES, **REUSE}),
+    Table("worth-agentic", f"{AGENTIC} {LONG} {WORTH}", {**TIMES, **REUSE}),
+    Table(
+        "misjudged",
+        f"{CONVERSATION} --fleet examples/replay/fleet-misjudged.yaml "
+        "--variant learning-off:learn=false",
+        {**TIMES, **CALIBRATION},
+    ),
+    Table(
+        "slow-tiers",
+        f"{SYNTHETIC} --fleet examples/replay/fleet-slow-tiers.yaml "
+        "--variant tiers-priced-alike:price_tiers=false --variant tiers-untold:tell_tiers=false "
+        "--variant learning-off:learn=false",
+        {**TIMES, **REUSE},
+    ),
+    Table("lag", f"{CONVERSATION} {FLEET} {LAGS}", {**TIMES, **REUSE}),
+    Table("bursts", f"{BURSTS} {FLEET} {LAGS}", {**TIMES, **REUSE}),
+    Table(
+        "schedulers",
+        f"{CONVERSATION} {FLEET} --variant two:schedulers=2 --variant two-lag-2:schedulers=2,lag=2 "
+        "--variant two-credits-off:schedulers=2,credit=false --variant four:schedulers=4",
+        {**TIMES, "reused, %": share("reused_fraction"), **SCHEDULERS},
+    ),
+    Table("load", f"{CONVERSATION} {FLEET} --target 10 --no-admission --rate 0.8 {RATES}", TARGETS),
+    Table(
+        "overload",
+        f"{CONVERSATION} {FLEET} --target 10 --rate 1.8 --policy cost --policy least-loaded "
+        "--variant admission-off:admission=false "
+        "--variant least-loaded-admission-off:policy=least-loaded,admission=false",
+        {**TARGETS, "in target less first, points": less_first("goodput", "difference", 100)},
+    ),
 )
 
 

@@ -8,6 +8,7 @@ from . import exits
 from .asking import explain, replicas, reuse, route
 from .checking import check_stream
 from .demo import demo
+from .draining import drain
 from .recording import record_command
 from .replaying import replay
 from .top import top
@@ -25,6 +26,7 @@ for command in (
     explain,
     reuse,
     replicas,
+    drain,
     check_stream,
     verify_command,
     record_command,

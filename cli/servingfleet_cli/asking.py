@@ -37,6 +37,11 @@ def prompt_options(function: F) -> F:
         click.option("--rank", type=int, help="Only this data-parallel rank of --replica."),
         click.option("--deadline", type=float, help="Largest time to first token, seconds."),
         click.option("--fallbacks", default=0, help="Next best targets to name."),
+        click.option(
+            "--label", "labels", multiple=True, help="KEY=VALUE that the replica must have; again."
+        ),
+        click.option("--session", default="", help="Conversation to which it belongs."),
+        click.option("--pin", is_flag=True, help="Stay where --session went last."),
     ]
     for option in reversed(options):
         function = option(function)
@@ -64,11 +69,16 @@ def _request(
     rank: int | None,
     deadline: float | None,
     fallbacks: int,
+    labels: Sequence[str],
+    session: str,
+    pin: bool,
 ) -> routing_pb2.RouteRequest:
     if (tokens is None) == (tokens_file is None):
         raise click.UsageError("give the prompt by one of --tokens and --tokens-file")
     if rank is not None and replica is None:
         raise click.UsageError("--rank needs --replica")
+    if any("=" not in label for label in labels):
+        raise click.BadParameter("expected KEY=VALUE", param_hint="--label")
     text = tokens if tokens is not None else tokens_file.read() if tokens_file else ""
     request = routing_pb2.RouteRequest(
         model=model,
@@ -77,6 +87,9 @@ def _request(
         ),
         deadline_s=deadline,
         max_fallbacks=fallbacks,
+        labels={key: value for key, _, value in (label.partition("=") for label in labels)},
+        session_id=session,
+        pin_session=pin,
     )
     if replica is not None:
         request.only.add(replica=replica, rank=rank)
@@ -121,6 +134,10 @@ def route(scheduler: Scheduler, output: str, **asked: Any) -> None:
     )
     for name, value in sorted(answer.headers.items()):
         out.print(f"send header {name}: {value}")
+    for name, value in sorted(answer.body.items()):
+        out.print(f"set in the body {name}: {value}")
+    if answer.last_resort:
+        out.print("requests keep failing on every target: this is the least bad")
     out.print(f"report the outcome under decision id\n{answer.decision_id}", soft_wrap=True)
 
 
@@ -265,13 +282,23 @@ def replicas(scheduler: Scheduler, model: str, output: str) -> None:
                     rank.running_requests if rank.HasField("running_requests") else None,
                     rank.waiting_requests if rank.HasField("waiting_requests") else None,
                     rank.engine_seq if rank.HasField("engine_seq") else None,
-                    rank.reason,
+                    "; ".join(filter(None, (*trouble(replica, rank), rank.reason))),
                 ]
             )
     columns = ["replica", ">rank", "model", "engine", "stream", "blocks held", ">credits"]
     columns += [">running", ">waiting", ">engine seq", "reason"]
     warm = f"index {share(answer.warm)} warm" if answer.HasField("warm") else "no ranks known"
     console().print(table(warm, columns, rows))
+
+
+def trouble(replica: fleet_pb2.Replica, rank: fleet_pb2.Rank) -> list[str]:
+    """Why it gets no requests, whatever its stream is worth."""
+    said = []
+    if replica.draining_by:
+        said.append(f"draining ({', '.join(replica.draining_by)})")
+    if rank.broken_s:
+        said.append(f"requests fail: none for {rank.broken_s:.0f} s")
+    return said
 
 
 BASES: Mapping[int, str] = {

@@ -31,8 +31,8 @@ from .top import Meter, frame
 
 CONTROL = "round-robin"
 
-START_S = 8.0
-"""What starting and ending a fleet takes, on a machine that has more to do."""
+START_S = 2.0
+"""What starting and ending a fleet takes for each replica, on a machine of two cores that has more to do."""
 LEAST_LOAD_S = 3.0
 SESSIONS_PER_S = 0.75
 """Of each replica: what the slowest engine can still take under round-robin, and two cores can play."""
@@ -116,7 +116,7 @@ async def _compare(
     seed: int, replicas: int, minutes: float, policy: str, logs: Path | None, *, show: bool
 ) -> Demo:
     engines = mixed_engines(replicas)
-    seconds = max(LEAST_LOAD_S, 30 * minutes - START_S)
+    seconds = max(LEAST_LOAD_S, 30 * minutes - START_S * replicas)
     served = Counter(engine.model for engine in engines)
     shape = Shape(
         seconds=seconds,

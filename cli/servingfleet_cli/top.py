@@ -17,6 +17,7 @@ from servingfleet_protos.v1 import common_pb2, fleet_pb2
 from servingfleet_protos.v1.fleet_pb2_grpc import FleetStub
 
 from . import exits
+from .asking import trouble
 from .connecting import Scheduler, scheduler_options
 from .output import console, share, table
 
@@ -129,12 +130,15 @@ def _row(
         for lane in rank.lanes
     )
     stream = f"[{STATES.get(rank.state, 'default')}]{state.replace('_', ' ')}[/]"
+    if not replica.connected:
+        stream = "[red]no relay[/]"
+    stream = ", ".join([stream, *(f"[yellow]{each}[/]" for each in trouble(replica, rank))])
     return [
         replica.replica if first else None,
         None if rate is None else f"{rate.requests:.1f}",
         reused,
         rank.rank,
-        stream if replica.connected else "[red]no relay[/]",
+        stream,
         held,
         rank.running_requests if rank.HasField("running_requests") else None,
         rank.waiting_requests if rank.HasField("waiting_requests") else None,

@@ -711,9 +711,10 @@ impl Index {
             let hash = hashes.get(block as usize);
             let covers = hash.and_then(|hash| self.credits.covers(*hash));
             let slot = self.slots.get(&(found.replica, found.rank));
-            let cover = covers.into_iter().flatten().find(|cover| {
-                slot.is_some_and(|slot| *slot == cover.rank) && cover.attention > 0
-            });
+            let cover = covers
+                .into_iter()
+                .flatten()
+                .find(|cover| slot.is_some_and(|slot| *slot == cover.rank) && cover.attention > 0);
             if let Some(cover) = cover {
                 found.tail = Tail {
                     tier: 1,

@@ -1,11 +1,13 @@
 //! When blocks were used last, and how long they had been idle when their engine evicted them.
 
-/// Tenths of a second since the index first heard the time, from 1 on: 13 years fit.
+/// Tenths of a second since a day before the first time that the index heard, which may have been one to come. 13 years
+/// fit.
 pub type Stamp = u32;
 /// A time that nobody told.
 pub const UNKNOWN: Stamp = 0;
 
 const STAMPS_PER_S: f64 = 10.0;
+const DAY_S: f64 = 86_400.0;
 const REMOVALS: usize = 64;
 /// Fewer removals say too little of a turnover.
 const LEAST_REMOVALS: usize = 16;
@@ -25,8 +27,8 @@ impl Clock {
             self.now = UNKNOWN;
             return;
         };
-        let began = *self.began.get_or_insert(now);
-        // A time before the first one reads as the first: the cast saturates.
+        let began = *self.began.get_or_insert(now - DAY_S);
+        // The cast saturates.
         self.now = ((now - began) * STAMPS_PER_S) as Stamp;
         self.now = self.now.saturating_add(1);
     }

@@ -120,6 +120,8 @@ def _pool(pool: Pool) -> dict[str, Any]:
         said["prefill_tokens_per_s"] = pool.speed.prefill_tokens_per_second
     if pool.speed.bytes_per_token is not None:
         said["bytes_per_token"] = float(pool.speed.bytes_per_token.number)
+    if pool.speed.step_tokens is not None:
+        said["step_tokens"] = pool.speed.step_tokens
     if pool.tiers:
         said["tiers"] = [
             {

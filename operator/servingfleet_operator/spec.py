@@ -166,6 +166,7 @@ class Ports(_Part, frozen=True):
 class Speed(_Part, frozen=True):
     prefill_tokens_per_second: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     bytes_per_token: Quantity | None = None
+    step_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
 
 class TierSpeed(_Part, frozen=True):

@@ -100,6 +100,23 @@ class TargetParam(click.ParamType[AdmissionTarget]):
     "--policy", default=DEFAULTS.policy, type=click.Choice(sorted(POLICIES)), help="Who is chosen."
 )
 @click.option(
+    "--learn/--no-learn",
+    default=DEFAULTS.learn,
+    help="Whether speeds and corrections are learned from outcomes.",
+)
+@click.option(
+    "--quantile",
+    default=DEFAULTS.quantile,
+    type=click.FloatRange(0, 1),
+    help="Where between lower and upper an uncertain reuse is priced; 0.5: as expected.",
+)
+@click.option(
+    "--explore-share",
+    default=DEFAULTS.explore_share,
+    type=click.FloatRange(0, 1),
+    help="Share of decisions that explore among the near ties.",
+)
+@click.option(
     "--snapshot-slots",
     default=DEFAULTS.snapshot_slots,
     type=click.IntRange(min=1),
@@ -202,6 +219,9 @@ def main(
     http_port: int,
     block_tokens: int,
     policy: str,
+    learn: bool,
+    quantile: float,
+    explore_share: float,
     snapshot_slots: int,
     static_replicas: tuple[StaticReplica, ...],
     min_pairs: int,
@@ -234,6 +254,9 @@ def main(
     settings = SchedulerSettings(
         block_tokens=block_tokens,
         policy=policy,
+        learn=learn,
+        quantile=quantile,
+        explore_share=explore_share,
         snapshot_slots=snapshot_slots,
         static_replicas=static_replicas,
         min_pairs=min_pairs,

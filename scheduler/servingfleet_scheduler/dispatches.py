@@ -139,11 +139,16 @@ class Dispatches:
         due = now + chosen.candidate.queue_s
         self._fleet.touch(option.replica, option.rank.number, hashes, reuse.predicted, due)
         if self._settings.credit:
-            self._credit(decision_id, option, considered, dispatch)
+            self._credit(decision_id, option, considered, dispatch, due)
         return response
 
     def _credit(
-        self, decision_id: str, option: Option, considered: Considered, dispatch: Dispatch
+        self,
+        decision_id: str,
+        option: Option,
+        considered: Considered,
+        dispatch: Dispatch,
+        due: float,
     ) -> None:
         prompt = considered.prompt
         hashes = prompt.hashes(option.replica.pairs)
@@ -155,6 +160,7 @@ class Dispatches:
             hashes,
             prompt.prompt_tokens,
             expires=dispatch.at + expires_s,
+            due=due,
         )
         # Of a prompt without a whole block there is only its work to tell.
         told = opened or not hashes

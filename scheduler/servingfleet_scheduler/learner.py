@@ -147,9 +147,7 @@ class Learner:
 
 def _full(rank: Rank) -> bool:
     load = rank.load
-    return (
-        load is not None and bool(load.waiting_requests) and (load.kv_usage or 0.0) > FULL_SHARE
-    )
+    return load is not None and bool(load.waiting_requests) and (load.kv_usage or 0.0) > FULL_SHARE
 
 
 def _cached(

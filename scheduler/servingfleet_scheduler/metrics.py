@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -14,12 +14,13 @@ from prometheus_client.registry import Collector
 from servingfleet_core.figures import figures
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
-from .clock import Clock
 from .eviction import BINS
 from .gate import Gate
 from .ledger import by_model
+from .placement_metrics import placement
 from .policy.speeds import TIER_NAMES
 from .service import Scheduler
+from .speed_metrics import learned
 
 PREFIX = "servingfleet_scheduler_"
 _MAX_RELAY_COUNTERS = 512
@@ -28,7 +29,9 @@ _MAX_RELAY_COUNTERS = 512
 class Metrics:
     """The registry of one process."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, gate: Gate | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float], gate: Gate | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Collector(scheduler, clock, gate))
         self._route = Histogram(
@@ -71,7 +74,7 @@ class Metrics:
 
 
 class _Collector(Collector):
-    def __init__(self, scheduler: Scheduler, clock: Clock, gate: Gate | None) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], gate: Gate | None) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._gate = gate
@@ -82,6 +85,8 @@ class _Collector(Collector):
         yield from self._evictions()
         yield from self._streams()
         yield from self._tables()
+        yield from learned(self._scheduler.learner, PREFIX)
+        yield from placement(self._scheduler, PREFIX)
         yield from self._relays()
         if self._gate is not None:
             yield from self._access(self._gate)

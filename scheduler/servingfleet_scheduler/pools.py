@@ -31,6 +31,7 @@ class _Pool(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     prefill_tokens_per_s: _Positive | None = None
     bytes_per_token: _Positive | None = None
+    step_tokens: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
     tiers: list[_Tier] = []
 
 
@@ -67,6 +68,7 @@ def _speeds(pool: _Pool) -> Speeds:
         token_s=token_s,
         # An engine that is slower in the linear part is slower in attention too.
         attention_s=DEFAULTS.attention_s * token_s / DEFAULTS.token_s,
+        step_tokens=pool.step_tokens or DEFAULTS.step_tokens,
         host=_tier(DEFAULTS.host, tiers.get("host"), scale),
         disk=_tier(DEFAULTS.disk, tiers.get("disk"), scale),
         shared=_tier(DEFAULTS.shared, tiers.get("shared"), scale),

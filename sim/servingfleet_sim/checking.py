@@ -121,6 +121,7 @@ class Checker:
         adapter = ADAPTERS.get(self.engine)
         if adapter is None:
             raise ValueError(f"engine {self.engine!r} is not known; known: {', '.join(ADAPTERS)}")
+        self._never_run = adapter.profile.never_run
         self._decode = adapter.decode
         if self.pulled:
             if adapter.pulled is None:
@@ -184,7 +185,9 @@ class Checker:
             ranks=ranks,
             invariants=tuple(self._invariants(ranks)),
             indexed=status.lanes if status is not None else (),
-            not_indexed=tuple(_not_indexed(ranks, status.totals if status is not None else {})),
+            not_indexed=tuple(
+                _not_indexed(ranks, status.totals if status is not None else {}, self._never_run)
+            ),
             examples=tuple(self._examples.values()),
             canary=self.canary_differs,
         )
@@ -220,13 +223,17 @@ def check(messages: Iterable[Message], checker: Checker) -> StreamReport:
     return checker.report()
 
 
-def _not_indexed(ranks: tuple[RankStatus, ...], totals: Mapping[str, int]) -> Iterable[NotIndexed]:
+def _not_indexed(
+    ranks: tuple[RankStatus, ...], totals: Mapping[str, int], never_run: str
+) -> Iterable[NotIndexed]:
     for rank in ranks:
         failed = {failure.invariant for failure in rank.failures}
         late = rank.state == "history_lost" and (rank.engine_seq is None or failed == {JOINED_LATE})
         if rank.condition is not Condition.LIVE and not late:
             bound = "" if rank.condition is Condition.QUARANTINED else ", but as an upper bound"
             yield NotIndexed(f"rank {rank.rank}{bound}", rank.reason)
+        elif never_run and rank.engine_seq is not None:
+            yield NotIndexed(f"rank {rank.rank}, but as an upper bound", never_run)
         for name, (condition, reason) in rank.tiers.items():
             bound = "" if condition is Condition.QUARANTINED else ", but as an upper bound"
             yield NotIndexed(f"rank {rank.rank} {name}{bound}", reason)

@@ -91,6 +91,24 @@ async def test_a_missing_scheduler_has_its_own_exit_code() -> None:
     assert f"no scheduler answers at {nobody}" in err
 
 
+async def test_a_replica_is_drained_and_taken_back(target: str) -> None:
+    status, out, _ = await run("drain", "gpu-0", "--scheduler", target)
+    assert status == 0
+    assert "gpu-0 is drained by cli; 0 requests" in out
+    for command in (["replicas"], ["top", "--once"]):
+        _, out, _ = await run(*command, "--scheduler", target)
+        assert "draining" in out
+    asked = ["--scheduler", target, "--model", "m", "--tokens", TOKENS]
+    status, _, err = await run("route", *asked)
+    assert status == 4
+    assert "2 draining: cli" in err
+    status, out, _ = await run("drain", "gpu-0", "--undo", "--scheduler", target)
+    assert "gpu-0 is in use" in out
+    assert (await run("route", *asked))[0] == 0
+    status, _, err = await run("drain", "gpu-9", "--scheduler", target)
+    assert (status, "REPLICA_UNKNOWN" in err) == (4, True)
+
+
 async def test_reuse_and_replicas_show_what_was_played(fleet: Fleet) -> None:
     scheduler = await fleet.scheduler()
     player = await fleet.player(read(recordings_dir() / "a-shared-prefix"), scheduler)

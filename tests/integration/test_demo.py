@@ -63,7 +63,7 @@ def recount(logs: Path) -> dict[str, int]:
 
 
 async def test_the_demos_report_adds_up_with_the_engines_own_accounts(tmp_path: Path) -> None:
-    arguments = ["demo", "--minutes", "0.3", "--seed", "7", "--logs", str(tmp_path), "-o", "json"]
+    arguments = ["demo", "--minutes", "0.7", "--seed", "7", "--logs", str(tmp_path), "-o", "json"]
     status, out, err = await run(*arguments)
     assert status == 0, err
     report = json.loads(out)
@@ -71,10 +71,13 @@ async def test_the_demos_report_adds_up_with_the_engines_own_accounts(tmp_path: 
     assert report["policy"]["policy"] == "cost"
     assert report["control"]["policy"] == "round-robin"
     replicas = report["replicas"]
-    assert [replica["ranks"] for replica in replicas] == [1, 1, 2, 1]
-    assert {replica["engine"]: replica["block_tokens"] for replica in replicas} == {
+    assert [replica["ranks"] for replica in replicas] == [1, 1, 1, 2, 1, 1]
+    assert {replica["pool"]: replica["block_tokens"] for replica in replicas} == {
         "vllm": 16,
         "sglang": 32,
+        "trtllm": 32,
+        "vllm-window": 16,
+        "vllm-state": 528,
     }
     for name in ("policy", "control"):
         arm = report[name]
@@ -88,7 +91,11 @@ async def test_the_demos_report_adds_up_with_the_engines_own_accounts(tmp_path: 
         assert figures["index_coverage"]["denominator"] == counted["cached"]
         assert figures["join_rate"]["numerator"] == figures["join_rate"]["denominator"]
         assert arm["unexplained"] == []
+        assert set(arm["models"]) == {"emulated", "emulated-window", "emulated-state"}
+        parts = [model["figures"]["reused_fraction"] for model in arm["models"].values()]
+        assert sum(part["numerator"] for part in parts) == counted["cached"]
         pools = [pool[arm["policy"]] for pool in report["pools"].values()]
+        assert all(pool["pairs"] for pool in pools)
         assert sum(pool["pairs"] for pool in pools) == counted["requests"]
         assert sum(pool["actual"] for pool in pools) == counted["cached"]
 

@@ -64,8 +64,8 @@ class Credit:
     hashes: tuple[int, ...]
     prompt: int
     state: range
-    at: float | None
     """Blocks that count in window and recurrent lanes; in `upper` those before count, too."""
+    at: float | None
     superseded: set[int] = field(default_factory=set)
 
 
@@ -74,9 +74,7 @@ class Rank:
     trusted: bool
     complete: bool
     held: dict[int, dict[int, int]] = field(default_factory=dict)  # lane: {hash: confidence}
-    used: dict[int, dict[int, float]] = field(
-        default_factory=dict
-    )  # lane: {hash: time}, where known
+    used: dict[int, dict[int, float]] = field(default_factory=dict)  # lane: {hash: time}, if known
     evicted: dict[int, list[float | None]] = field(default_factory=dict)  # tier: idle times
 
 

@@ -31,7 +31,7 @@ class Reuse(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One (replica, rank) as known now, for one prompt."""
+    """One (replica, rank) as known now, for one prompt. A new field goes to the end: `candidates` gives them by position."""
 
     replica: str
     rank: int

@@ -154,6 +154,7 @@ class RankEngine:
             self.busy_s -= max(0.0, self._step_ends - self._clock.now)
         self._turn += 1
         self._stepping, self._stretch, self._blocked = False, None, False
+        self._parts, self._decodes_too = [], False
         self.memory = Memory(self.pool, self.memory.unit)
         if self.coming is not None:
             self.coming = RunCache(0)

@@ -146,7 +146,11 @@ class Relay:
                 # vLLM's metrics don't tell it.
                 load.waiting_tokens = engine.waiting_tokens
             message = stream_pb2.RelayMessage(load=load)
-            self._later(self._events.link_s, lambda message=message: self._unsequenced(message))  # type: ignore[misc]
+            self._clock.at(
+                self._clock.now + self._events.link_s,
+                lambda message=message: self._unsequenced(message),  # type: ignore[misc]
+                idle=True,
+            )
 
     # Inside
 

@@ -114,9 +114,9 @@ class World:
             def again() -> None:
                 if going():
                     what()
-                    self.clock.at(self.clock.now + interval, again)
+                    self.clock.at(self.clock.now + interval, again, idle=True)
 
-            self.clock.at(first, again)
+            self.clock.at(first, again, idle=True)
 
         every(self._options.tick_s, self._options.tick_s, self._tick)
         for place, (replica, relay) in enumerate(self.relays.items()):

@@ -48,11 +48,12 @@ async def test_an_api_server_that_is_away_takes_back_nothing_that_was_said(rig: 
     assert answers(rig) == SAID
 
 
-async def test_schedulers_are_told_at_once_when_a_pod_begins_or_ends_to_drain(rig: Rig) -> None:
+async def test_schedulers_are_told_at_once_when_a_pod_begins_or_ends_to_drain(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = asking(rig)
     queued: list[object] = []
-    rig_queue = asked._queue
-    rig_queue.add = queued.append  # type: ignore[method-assign]
+    monkeypatch.setattr(asked._queue, "add", queued.append)
     pods = rig.store.scheduler_pods(DEMO)
     for draining in ({"u": False}, {"u": True}, {"u": True, "v": False}, {"u": False}, {}):
         asked.answers(DEMO, pods, draining)

@@ -250,7 +250,11 @@ def test_speeds_reach_the_scheduler_in_its_own_units() -> None:
         {
             "name": "fast",
             "selector": selector(app="vllm"),
-            "speed": {"prefillTokensPerSecond": 40_000, "bytesPerToken": "128Ki"},
+            "speed": {
+                "prefillTokensPerSecond": 40_000,
+                "bytesPerToken": "128Ki",
+                "stepTokens": 2048,
+            },
             "tiers": [{"tier": "host", "bandwidth": "40G", "latency": "3ms"}],
         },
         {"name": "plain", "selector": selector(app="other")},
@@ -262,6 +266,7 @@ def test_speeds_reach_the_scheduler_in_its_own_units() -> None:
                 "name": "fast",
                 "prefill_tokens_per_s": 40_000,
                 "bytes_per_token": 131_072,
+                "step_tokens": 2048,
                 "tiers": [{"tier": "host", "bandwidth_bytes_per_s": 4e10, "latency_s": 0.003}],
             }
         ]

@@ -210,7 +210,10 @@ def test_failures_before_it_ran_elsewhere_speak_against_where_it_failed() -> Non
     scheduler = make_scheduler(static=["r1", "r2"], breaker=EXACT)
     for _ in range(2):
         decided = scheduler.route(route_request(only=[Target(replica="r1")]), 0.0)
-        there = {"ran_on": Target(replica="r2"), "failed_on": [Target(replica="r1")]}
+        there: dict[str, Any] = {
+            "ran_on": Target(replica="r2"),
+            "failed_on": [Target(replica="r1")],
+        }
         said = finished(decided.decision_id, stage=Stage.STAGE_STARTED, **there)
         scheduler.report(said, 0.1)
         scheduler.report(said, 0.1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servingfleet_scheduler.policy import POLICIES, make_policy
-from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Reuse
+from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Policy, Reuse
+from servingfleet_scheduler.policy.cost import Cost
 from servingfleet_scheduler.policy.estimate import estimate, work_seconds
+from servingfleet_scheduler.policy.least_loaded import LeastLoaded
+from servingfleet_scheduler.policy.prefix_overlap import PrefixOverlap
 from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
 
 
@@ -78,6 +82,47 @@ def test_cost_is_the_same_for_the_same_chance() -> None:
     assert order("cost", *candidates, seed=3) == order("cost", *candidates, seed=3)
 
 
+@pytest.mark.parametrize("policy", [Cost(explore_share=0.3), LeastLoaded(), PrefixOverlap()])
+def test_each_is_chosen_as_often_as_its_propensity_says(policy: Policy) -> None:
+    # a and b tie, c is within 10% of them, d is not; for those that count requests b and c tie.
+    estimates = [
+        make("a", queue_s=1.0, running_requests=3, waiting_requests=1),
+        make("b", queue_s=1.005),
+        make("c", queue_s=1.08),
+        make("d", queue_s=2.0, running_requests=1, waiting_requests=1),
+    ]
+    rng, runs = random.Random(5), 4000
+    counts: Counter[str] = Counter()
+    for _ in range(runs):
+        ordered = policy.order(estimates, rng)
+        counts[ordered[0].candidate.replica] += 1
+    said = {each.candidate.replica: each.propensity for each in ordered}
+    assert sum(said.values()) == pytest.approx(1.0)
+    for name, propensity in said.items():
+        # Five standard deviations of a share.
+        assert counts[name] / runs == pytest.approx(propensity, abs=5 * 0.5 / runs**0.5)
+        assert (counts[name] > 0) == (propensity > 0)
+
+
+def test_what_explores_goes_to_any_within_ten_percent() -> None:
+    near = [make("a"), make("b", queue_s=0.015), make("far", queue_s=0.5)]
+    ordered = Cost(explore_share=0.2).order(near, random.Random(1))
+    said = {each.candidate.replica: each.propensity for each in ordered}
+    assert said == {"a": pytest.approx(0.9), "b": pytest.approx(0.1), "far": 0.0}
+    ordered = Cost(explore_share=0.0).order(near, random.Random(1))
+    assert [each.propensity for each in ordered] == [1.0, 0.0, 0.0]
+
+
+def test_a_cold_rank_is_tried_until_it_is_known() -> None:
+    warm = make("warm", labels=200)
+    slower: dict[str, Any] = {"scale": 1.2}
+    assert order("cost", warm, make("cold", labels=0, **slower)) == ["cold", "warm"]
+    assert order("cost", warm, make("known", labels=20, **slower)) == ["warm", "known"]
+    # Its queue is not taken to be shorter, and where all are cold nobody is preferred.
+    assert order("cost", warm, make("cold", labels=0, queue_s=0.3)) == ["warm", "cold"]
+    assert order("cost", make("a", labels=0), make("b", labels=0, **slower)) == ["a", "b"]
+
+
 def test_an_engine_that_may_be_gone_is_no_first_choice() -> None:
     assert order("cost", make("gone", unproven=True), make("b", queue_s=0.5)) == ["b", "gone"]
 
@@ -93,6 +138,28 @@ def test_least_loaded_looks_at_requests_only() -> None:
 def test_least_loaded_does_not_add_what_was_sent_to_what_is_reported() -> None:
     both = make("both", running_requests=3, dispatched_requests=3)
     assert order("least-loaded", make("five", running_requests=5), both) == ["both", "five"]
+
+
+def test_prefix_overlap_weighs_the_cached_share_the_queue_and_the_cache_in_use() -> None:
+    holder = reuse(4096, 4080)
+    assert order("prefix-overlap", make("empty"), make("holder", holder)) == ["holder", "empty"]
+    # 3 for all of the prompt, against 2 for the shortest queue and 2 for an empty cache.
+    busy = make("busy", holder, waiting_requests=5)
+    assert order("prefix-overlap", make("empty"), busy) == ["busy", "empty"]
+    full = make("full", holder, waiting_requests=5, kv_usage=0.9)
+    assert order("prefix-overlap", make("empty"), full) == ["empty", "full"]
+    # What was sent and does not run yet waits.
+    assert order("prefix-overlap", make("sent", dispatched_requests=3), make("idle")) == [
+        "idle",
+        "sent",
+    ]
+
+
+def test_prefix_overlap_takes_a_fifth_off_what_is_beyond_the_gpu() -> None:
+    held = [make(name, reuse(4096, 4080, tier=tier)) for tier, name in enumerate(("gpu", "host"))]
+    assert order("prefix-overlap", *held) == ["gpu", "host"]
+    more = make("host", reuse(4096, 4080, tier=1))
+    assert order("prefix-overlap", make("gpu", reuse(4096, 3000)), more) == ["host", "gpu"]
 
 
 def test_round_robin_takes_the_one_used_longest_ago() -> None:

@@ -56,6 +56,7 @@ def test_an_engine_that_is_slower_is_slower_in_attention_too() -> None:
         (written(SLOW | {"prefill_tokens_per_s": 0}), r"pools\[0\].prefill_tokens_per_s"),
         (written(SLOW | {"prefill_tokens_per_s": True}), r"pools\[0\].prefill_tokens_per_s"),
         (written(SLOW | {"bytes_per_token": "128Ki"}), r"pools\[0\].bytes_per_token"),
+        (written(SLOW | {"step_tokens": 0}), r"pools\[0\].step_tokens"),
         (written(SLOW | {"tiers": [{"tier": "gpu"}]}), r"pools\[0\].tiers\[0\].tier"),
         (written(SLOW | {"tiers": [{"tier": "host"}] * 2}), r"pools\[0\].tiers: tier 'host'"),
         (written(SLOW, {"name": "b"}, SLOW), "pools: name 'slow' is there 2 times"),
@@ -81,6 +82,11 @@ def test_explain_shows_the_speeds_of_the_pool_that_a_relay_names() -> None:
     prefill = {name: terms["prefill"] for name, terms in explained(scheduler).items()}
     assert prefill["r1"] - DEFAULTS.step_s == pytest.approx(10 * (prefill["r2"] - DEFAULTS.step_s))
     assert prefill["r2"] == prefill["r3"] == prefill["static"]
+
+
+def test_a_pool_says_how_many_tokens_a_step_takes() -> None:
+    (speeds,) = read_pools(written(SLOW | {"step_tokens": 2048})).values()
+    assert (speeds.step_tokens, DEFAULTS.step_tokens) == (2048, 8192)
 
 
 def test_a_tier_is_charged_at_the_speed_of_its_pool() -> None:

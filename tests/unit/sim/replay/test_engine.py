@@ -143,8 +143,8 @@ def test_serves_as_the_emulated_sglang_does(arrivals: list[Arrival]) -> None:
 def test_one_prompt_takes_as_long_as_the_formula_says() -> None:
     rank = Rank(pool(step_tokens=512))
     rank.play([(1.0, prompt([], 800, 0), 3)])
-    first = 0.004 + 1e-4 * 512 + 1e-8 * 512 * 256
-    second = 0.004 + 1e-4 * 288 + 1e-8 * 288 * (512 + 144)
+    first = 0.004 + 1e-4 * 512 + 1e-6 * 512 * 256
+    second = 0.004 + 1e-4 * 288 + 1e-6 * 288 * (512 + 144)
     decode = 0.004 + 0.003 + 1e-7 * 800
     assert rank.firsts[0] == pytest.approx(1.0 + first + second)
     assert rank.ended[0][0] == pytest.approx(1.0 + first + second + 2 * decode + 1e-7)
@@ -196,7 +196,7 @@ def test_vllm_loads_from_the_host_before_the_prompts_turn_while_others_compute()
     assert rank.reused[3] == 640
     # Of its 40 blocks 8 are there still: the GPU has 80, and the others used 72.
     alone = 0.002 + 32 * BLOCK * 1e-5
-    last = 0.004 + max(0.003, 1e-4 + 1e-8 * 639.5)
+    last = 0.004 + max(0.003, 1e-4 + 1e-6 * 639.5)
     assert rank.firsts[4] < rank.firsts[3]
     assert rank.firsts[3] == pytest.approx(max(3.0 + alone, rank.firsts[4]) + last)
 
@@ -207,9 +207,22 @@ def test_sglang_hides_a_part_of_the_load_behind_the_prefill() -> None:
     old, other, third = prompt([], 648, 0), prompt([], 640, 1), prompt([], 500, 2)
     rank.play([(0.0, old, 1), (1.0, other, 1), (2.0, third, 1), (3.0, old, 1)])
     assert rank.reused[3] == 640
-    compute = max(0.003, 8e-4 + 1e-8 * 8 * 644)
+    compute = max(0.003, 8e-4 + 1e-6 * 8 * 644)
     load = 0.002 + 32 * BLOCK * 1e-5
     assert rank.firsts[3] == pytest.approx(3.0 + 0.004 + compute + load - 0.5 * compute)
+
+
+def test_two_loads_at_once_share_the_link() -> None:
+    rank = Rank(pool(gpu_tokens=3200, tiers=HOST))
+    first, second, other = (prompt([], 640, number) for number in range(3))
+    big = prompt([], 3190, 3)
+    arrivals = [(0.0, first, 1), (1.0, second, 1), (2.0, other, 1), (3.0, big, 1)]
+    rank.play([*arrivals, (9.0, first, 1), (9.0, second, 1)])
+    assert (rank.reused[4], rank.reused[5]) == (640, 640)
+    load = 0.002 + 640 * 1e-5
+    last = 0.004 + 0.003
+    assert rank.firsts[4] == pytest.approx(9.0 + load + last)
+    assert rank.firsts[5] == pytest.approx(9.0 + load + max(load, last) + last)
 
 
 def test_an_engine_that_dies_leaves_what_it_had_and_starts_empty() -> None:
@@ -221,6 +234,27 @@ def test_an_engine_that_dies_leaves_what_it_had_and_starts_empty() -> None:
     assert rank.firsts == {}
     assert rank.engine.memory.gpu.size == rank.engine.memory.private == 0
     assert rank.engine.busy_s == pytest.approx(0.02)
+    # What it was at does not haunt its new life.
+    rank.engine.submit(Job(2, 100, 5, b""))
+    while rank.clock.step():
+        pass
+    assert rank.firsts.keys() == rank.ended.keys() == {2}
+
+
+def test_the_oracle_knows_what_those_ahead_will_leave() -> None:
+    rank = Rank(pool(step_tokens=100_000), watch_coming=True)
+    shared = prompt([0], 784, 0)
+    alike = [(*shared, *prompt([], 16, number)) for number in (1, 2)]
+    guess: list[float] = []
+
+    def ask() -> None:
+        guess.append(first_token_s(rank.engine, hashes(alike[1]), 816, rank.clock.now))
+
+    rank.clock.at(0.002, ask)
+    rank.play([(0.0, shared, 1), (0.001, alike[0], 1), (0.002, alike[1], 1)])
+    assert (rank.reused[1], rank.reused[2]) == (800, 800)
+    # Both are in one step: what is ahead and what is its own make no difference to its end.
+    assert rank.firsts[2] - 0.002 == pytest.approx(guess[0])
 
 
 @settings(deadline=None, max_examples=30)

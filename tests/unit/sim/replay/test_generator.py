@@ -10,6 +10,7 @@ import pytest
 
 from servingfleet_sim.replay.ceilings import endless
 from servingfleet_sim.replay.generator import Load, generate
+from servingfleet_sim.replay.traces import Request
 
 LOAD = Load(conversations=400, turns=4.0)
 
@@ -33,6 +34,15 @@ def test_each_turn_begins_with_all_that_was_said_before() -> None:
     assert len(by_session) == 400
     for turns in by_session.values():
         assert all(later.startswith(earlier) for earlier, later in pairwise(turns))
+
+
+def test_turns_that_do_not_wait_for_answers_leave_time_for_them() -> None:
+    by_session: dict[str, list[Request]] = {}
+    for each in generate(LOAD, 1).requests:
+        by_session.setdefault(each.session, []).append(each)
+    for turns in by_session.values():
+        for before, after in pairwise(turns):
+            assert after.at == pytest.approx(before.at + LOAD.answer_s + after.think_s)
 
 
 def test_conversations_share_system_prompts_and_nothing_else() -> None:

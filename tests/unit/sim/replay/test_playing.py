@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from servingfleet_sim.replay.driver import simulate
 from servingfleet_sim.replay.fleet import EventsSpec, FailureSpec, FleetSpec, TierSpec
 from servingfleet_sim.replay.generator import Load, generate
+from servingfleet_sim.replay.memory import Job
 from servingfleet_sim.replay.options import ORACLE, Options
 from servingfleet_sim.replay.playing import Playing
 from servingfleet_sim.replay.results import Outcome, Run
@@ -95,8 +96,8 @@ def test_times_of_one_engine_are_those_worked_out_by_hand() -> None:
     requests = trace([(1.0, 100, 1, "abcdef"), (2.0, 100, 3, "abcxyz")])
     run = simulate(requests, fleet(pool(), events=NOW), CALM, seed=1)
     first, second = run.outcomes
-    assert first.ttft_s == pytest.approx(0.004 + 100e-4 + 1e-8 * 100 * 50)
-    assert second.ttft_s == pytest.approx(0.004 + 52e-4 + 1e-8 * 52 * 74)
+    assert first.ttft_s == pytest.approx(0.004 + 100e-4 + 1e-6 * 100 * 50)
+    assert second.ttft_s == pytest.approx(0.004 + 52e-4 + 1e-6 * 52 * 74)
     decodes = 2 * 0.007 + 1e-7 * (100 + 101)
     assert second.finished_s == pytest.approx(2.0 + second.ttft_s + decodes)
     assert (first.actual, second.actual, second.seen) == (0, 48, 48)
@@ -204,7 +205,7 @@ def test_a_request_whose_engine_dies_goes_elsewhere() -> None:
     assert (second.fate, second.actual) == ("finished", 0)
     assert second.replica != warm
     # The time that was lost counts.
-    assert second.ttft_s == pytest.approx(0.001 + 0.004 + 330e-4 + 1e-8 * 330 * 165)
+    assert second.ttft_s == pytest.approx(0.001 + 0.004 + 330e-4 + 1e-6 * 330 * 165)
     assert run.counters == {"engine_died": 1}
     assert run.scheduler_sums[0].decisions == 3
     rests(playing)
@@ -235,7 +236,7 @@ def test_in_a_closed_loop_a_turn_is_sent_when_its_client_has_thought_about_the_a
 
 def test_a_request_that_cannot_be_served_in_time_is_turned_away_if_it_says_so() -> None:
     rows = [(0.0, 500, 1, ""), (0.0, 500, 1, ""), (0.0, 500, 1, "")]
-    requests = trace(rows, target_s=0.1)
+    requests = trace(rows, target_s=0.35)
     spec = fleet(pool(), events=NOW)
     fates = [each.fate for each in simulate(requests, spec, CALM, seed=1).outcomes]
     assert fates.count("rejected") >= 1
@@ -247,15 +248,36 @@ def test_a_request_that_cannot_be_served_in_time_is_turned_away_if_it_says_so() 
     assert rejected.reason == "DEADLINE_UNREACHABLE"
     silent = simulate(requests, spec, replace(CALM, deadlines=False), seed=1)
     assert [each.fate for each in silent.outcomes] == ["finished"] * 3
-    assert [each.target_s for each in silent.outcomes] == [0.1] * 3
+    assert [each.target_s for each in silent.outcomes] == [0.35] * 3
 
 
 def test_schedulers_that_hear_of_gpu_memory_only_predict_no_other() -> None:
     # Memory for two or three conversations.
     spec = fleet(pool(gpu_tokens=1500, tiers=HOST), pool("other", gpu_tokens=1500, tiers=HOST))
-    run = simulate(generate(LOAD, 1).requests, spec, replace(CALM, tell_tiers=False), seed=1)
+    playing = played(generate(LOAD, 1).requests, spec, replace(CALM, tell_tiers=False))
+    rests(playing)
+    run = playing.run(0.0)
     assert all(each.predicted == each.predicted_tiers[0] for each in run.outcomes)
     assert sum(each.actual_tiers[1] for each in run.outcomes) > 0
+
+
+def test_schedulers_disagree_by_what_one_has_sent_and_the_other_has_not_heard_of() -> None:
+    spec = fleet(pool(), schedulers=2, events=EventsSpec(lag_s=5.0, link_s=2.0))
+    requests = trace([(0.0, 100, 1, "abcdef"), (0.05, 100, 1, "abcxyz"), (20.0, 100, 1, "abc")])
+    run = simulate(requests, spec, replace(CALM, compare_every=1), seed=1)
+    # Of the second prompt one scheduler counts on the first's 3 blocks, the other knows of none; of the third both know.
+    disagreement = run.disagreement
+    assert (disagreement.samples, disagreement.prompt, disagreement.tokens) == (3, 300, 48)
+    assert disagreement.other_choice == 0
+
+
+def test_a_run_ends_even_where_an_engine_lost_a_request() -> None:
+    playing = Playing(trace([(0.0, 100, 1, ""), (1.0, 100, 1, "")]), fleet(pool()), CALM, seed=1)
+    left: list[Job] = []
+    playing.clock.at(0.001, lambda: left.extend(playing.world.engines[0].stop()))
+    playing.play()
+    assert [each.fate for each in playing.run(0.0).outcomes] == ["unfinished", "finished"]
+    assert [job.number for job in left] == [0]
 
 
 def test_the_oracle_is_first_with_the_first_token() -> None:

@@ -55,10 +55,13 @@ def test_a_scheduler_that_comes_late_learns_by_a_snapshot_what_the_others_know()
         pump(relay, late)
 
     playing.clock.at(3.1, comes)
+    warm: list[float | None] = []
+    for at in (3.5, 3.7):
+        playing.clock.at(at, lambda: warm.append(late.ready().warm))
     playing.play()
+    assert warm == [0.0, 1.0]
     for lane in (0, 1):
         assert holdings(late, lane) == holdings(playing.world.schedulers[0], lane) != b""
-    assert late.ready().warm == 1.0
     assert not late.streams.drops
 
 

@@ -14,7 +14,7 @@ from servingfleet_sim.emulator.speed import GPUS, INSTANT, Speed
 from servingfleet_sim.emulator.steps import Work
 from servingfleet_sim.replay.stretch import Stretch
 
-SPEEDS = st.sampled_from([*GPUS.values(), Speed(0.001, 0.0, 1e-4, 1e-7, 1e-7)])
+SPEEDS = st.sampled_from([*GPUS.values(), Speed(0.001, 0.03, 1e-4, 1e-5, 1e-7)])
 CONTEXTS = st.lists(st.integers(1, 5000), min_size=1, max_size=5)
 
 

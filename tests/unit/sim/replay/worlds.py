@@ -14,7 +14,7 @@ SPEED = Speed(
     step_s=0.004,
     weights_s=0.003,
     token_s=1e-4,
-    pair_s=1e-8,
+    pair_s=1e-6,
     context_token_s=1e-7,
 )
 NOW = EventsSpec(lag_s=0.0, link_s=0.0)
