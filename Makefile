@@ -27,7 +27,7 @@ test: $(READY) ## all tests that need no engine and no cluster: unit, property, 
 test-cluster: $(READY) ## the operator, the chart and whole fleets on a real Kubernetes (docs/testing-on-kubernetes.md)
 	SERVINGFLEET_CLUSTER=$${SERVINGFLEET_CLUSTER:-1} $(BIN)/python -m pytest -q -rs tests/cluster
 
-test-engine: $(READY) ## the same against a real vLLM on CPU, in an environment of its own (3 minutes, 6 GB)
+test-engine: $(READY) ## the same against a real vLLM on CPU and SGLang's own cache, in an environment of their own (5 minutes, 6 GB)
 	SERVINGFLEET_ENGINE=1 $(BIN)/python -m pytest -q -rs tests/engine
 
 check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust crate

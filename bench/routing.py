@@ -126,7 +126,7 @@ CONVERSATION = f"{TRACES}mooncake_conversation.jsonl --first 1500"
 SYNTHETIC = f"{TRACES}mooncake_synthetic.jsonl --first 1500 --rate 1.2"
 AGENTIC = f"{TRACES}agentic_weka_sample.jsonl.gz --first 500 --closed-loop --start-every 60"
 BURSTS = (
-    "generated:conversations=1000,turns=1,starts_per_s=8,burstiness=40,prompts=200,skew=0.5,"
+    "generated:conversations=1000,turns=1,starts_per_s=5,burstiness=40,prompts=200,skew=0.5,"
     "system_tokens=12000"
 )
 LAGS = (

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from parameters import parameters
+
 from servingfleet_relay.adapters.claims import Claim, Feature, Grade
 from servingfleet_relay.adapters.events import EngineProfile
 from servingfleet_relay.adapters.registry import ADAPTERS, REFUSED
@@ -19,7 +21,11 @@ HEAD = "<!-- Written by docs/generate.py. -->\n\n"
 
 def main() -> int:
     """Returns the exit status."""
-    pages = {DOCS / "engines.md": engines(), DOCS / "invariants.md": invariants()}
+    pages = {
+        DOCS / "engines.md": engines(),
+        DOCS / "invariants.md": invariants(),
+        DOCS / "parameters.md": HEAD + parameters(),
+    }
     if "--check" in sys.argv[1:]:
         stale = [path.name for path, text in pages.items() if _read(path) != text]
         for name in stale:

@@ -136,6 +136,8 @@ def route(scheduler: Scheduler, output: str, **asked: Any) -> None:
         out.print(f"send header {name}: {value}")
     for name, value in sorted(answer.body.items()):
         out.print(f"set in the body {name}: {value}")
+    if answer.pinned:
+        out.print("the session stays where it went last")
     if answer.last_resort:
         out.print("requests keep failing on every target: this is the least bad")
     out.print(f"report the outcome under decision id\n{answer.decision_id}", soft_wrap=True)

@@ -33,6 +33,10 @@ def play_recordings(folders: Sequence[Path], output: str) -> None:
     """Plays each folder as one replica, prints the report, and exits by it."""
     try:
         recordings = [read(folder) for folder in folders]
+        for pulled in (each for each in recordings if each.pulled_unit_tokens):
+            raise RecordingError(
+                f"{pulled.name}: its events were pulled, and are played to no socket: servingfleet verify plays them"
+            )
     except (RecordingError, OSError) as error:
         hint = "name folders of recorded streams, or none for a fleet of emulated engines"
         raise exits.Exit(f"{error}\n{hint}", exits.USAGE) from error

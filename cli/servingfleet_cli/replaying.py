@@ -8,71 +8,28 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from servingfleet_scheduler.policy import POLICIES
-from servingfleet_sim.replay.fleet import BadFleet, FleetSpec, read_fleet
-from servingfleet_sim.replay.generator import Load, generate
-from servingfleet_sim.replay.options import ORACLE, Options
-from servingfleet_sim.replay.traces import BadTrace, Trace, read_trace, shaped
+from servingfleet_sim.replay.fleet import FleetSpec
+from servingfleet_sim.replay.traces import Trace, shaped
 
 from . import exits
 from .output import format_option, print_json
+from .replay_cases import PLAYED, Choices, read_choices
+from .replay_inputs import GENERATED, fleet_of, trace_of
 
 if TYPE_CHECKING:
     from servingfleet_sim.replay.cases import Setting
     from servingfleet_sim.replay.repeats import Case
 
 EXTRA = "servingfleet[replay]"
-GENERATED = "generated"
-PLAYED = (*sorted(POLICIES), ORACLE)
-
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class Choices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a case may differ in: the keys of --variant."""
-
-    policy: str = "cost"
-    rate: _Positive = 1.0
-    target: _Positive | None = None
-    admission: bool = True
-    credit: bool = True
-    learn: bool = True
-    price_tiers: bool = True
-    tell_tiers: bool = True
-    schedulers: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
-    lag: _Seconds | None = None
-    quantile: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    explore: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
-    jitter: _Seconds = 1.0
-    closed_loop: bool = False
-
-    def options(self, block_tokens: int) -> Options:
-        """As the simulator takes them."""
-        return Options(
-            policy=self.policy,
-            block_tokens=block_tokens,
-            closed_loop=self.closed_loop,
-            jitter_s=self.jitter,
-            schedulers=self.schedulers,
-            lag_s=self.lag,
-            credit=self.credit,
-            learn=self.learn,
-            price_tiers=self.price_tiers,
-            tell_tiers=self.tell_tiers,
-            quantile=self.quantile,
-            explore_share=self.explore,
-            deadlines=self.admission,
-        )
 
 
 @click.command(epilog=exits.HELP)
@@ -244,14 +201,14 @@ def replay(
         jitter=jitter,
         closed_loop=closed_loop,
     )
-    choices = _choices(base, policies, variants)
+    choices = read_choices(base, policies, variants)
     _needs_extra()
     from servingfleet_sim.replay.document import Comparing, as_dict
 
     from .replay_report import print_report
 
-    fleet = _fleet(fleet_file)
-    requests = _trace(trace, seed, start_every)
+    fleet = fleet_of(fleet_file)
+    requests = trace_of(trace, seed, start_every)
     kept = shaped(requests.requests, first=first, seconds=seconds)
     if not kept:
         raise exits.Exit(f"{trace}: none of its requests is left to replay", exits.USAGE)
@@ -301,65 +258,6 @@ def _needs_extra() -> None:
         raise exits.Exit(
             f"replay needs {error.name}, which is not installed: pip install '{EXTRA}'", exits.USAGE
         ) from None
-
-
-def _choices(base: Choices, policies: Sequence[str], variants: Sequence[str]) -> dict[str, Choices]:
-    """Cases by name, the baseline first. Raises click.UsageError."""
-    found: dict[str, Choices] = {}
-    for policy in policies or ("cost",):
-        _add(found, policy, msgspec.structs.replace(base, policy=policy))
-    first = next(iter(found.values()))
-    for variant in variants:
-        name, colon, pairs = variant.partition(":")
-        said = [pair.partition("=") for pair in pairs.split(",")]
-        if not name or not colon or not all(equals for _, equals, _ in said):
-            raise click.UsageError(f"--variant {variant!r}; expected NAME:KEY=VALUE,...")
-        try:
-            changed = msgspec.convert({key: text for key, _, text in said}, Choices, strict=False)
-        except msgspec.ValidationError as error:
-            raise click.UsageError(
-                f"--variant {variant!r}: {error}; keys: {', '.join(Choices.__struct_fields__)}"
-            ) from None
-        values = {key: getattr(changed, key) for key, _, _ in said}
-        _add(found, name, msgspec.structs.replace(first, **values))
-    return found
-
-
-def _add(found: dict[str, Choices], name: str, choices: Choices) -> None:
-    if choices.policy not in PLAYED:
-        raise click.UsageError(f"policy {choices.policy!r}; known: {', '.join(PLAYED)}")
-    if name in found:
-        raise click.UsageError(f"case {name!r} is there twice; give the variant another name")
-    found[name] = choices
-
-
-def _fleet(path: Path) -> FleetSpec:
-    try:
-        return read_fleet(path.read_bytes())
-    except (BadFleet, OSError) as error:
-        raise exits.Exit(f"--fleet {path}: {error}", exits.USAGE) from error
-
-
-def _trace(name: str, seed: int, start_every_s: float) -> Trace:
-    try:
-        if name == GENERATED or name.startswith(f"{GENERATED}:"):
-            return generate(_load(name), seed)
-        return read_trace(name, seed=seed, start_every_s=start_every_s)
-    except (BadTrace, OSError, ValueError) as error:
-        raise exits.Exit(str(error), exits.USAGE) from error
-
-
-def _load(name: str) -> Load:
-    """Of "generated:KEY=VALUE,...". Raises ValueError."""
-    pairs = name.removeprefix(GENERATED).removeprefix(":")
-    said = {key: text for key, _, text in (p.partition("=") for p in pairs.split(",") if p)}
-    known = {each.name for each in fields(Load)}
-    if unknown := said.keys() - known:
-        raise ValueError(f"{name}: {', '.join(sorted(unknown))}; keys: {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(said, Load, strict=False)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _play(

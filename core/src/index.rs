@@ -121,9 +121,14 @@ struct Row {
     plan: u32,
     /// Blocks of the prompt at hand that are confirmed, from the first on.
     prefix: u64,
-    /// Place of the block where its prediction for the prompt at hand ends, or NOWHERE.
-    tail: u32,
-    /// Position of its answer.
+}
+
+/// Where the prediction of a rank for the prompt at hand ends.
+#[derive(Clone, Copy)]
+struct End {
+    /// Of its last block, in the tree; or NOWHERE.
+    place: u32,
+    /// Position of the answer.
     answer: u32,
 }
 
@@ -168,7 +173,9 @@ struct Roll {
     stores: Vec<Vec<[Holder; 2]>>,
     /// Bit by place: this rank can load from a store.
     attached: Vec<u64>,
-    /// Scratch of `date`: where answers end.
+    /// By place in the roll: of the ranks seen.
+    ends: Vec<End>,
+    /// Where answers end, each place in the tree once or more often.
     tails: Vec<u32>,
 }
 
@@ -579,31 +586,45 @@ impl Index {
         if !self.look() {
             return Ok(Vec::new());
         }
-        let Roll { rows, seen, .. } = &self.roll;
+        let Roll {
+            rows,
+            seen,
+            mixed,
+            stores,
+            ends,
+            tails,
+            ..
+        } = &mut self.roll;
+        tails.clear();
+        let timed = self.clock.now != UNKNOWN;
         let count: u32 = seen.iter().map(|word| word.count_ones()).sum();
         let mut matches: Vec<Match> = Vec::with_capacity(count as usize);
         let blocks = hashes.len() as u64;
-        let stores: Vec<[Vec<u64>; 2]> = self
-            .roll
-            .stores
+        let stores: Vec<[Vec<u64>; 2]> = stores
             .iter()
-            .map(|told| self.union(told, blocks))
+            .map(|told| union(&self.found, told, blocks))
             .collect();
         let mut held = Vec::new();
         // What the last answer rested on, if on nothing but its plan and its prefix.
         let mut last = (NO_PLAN, 0);
         let mut answer = Match::default();
-        for (at, (&word, &mixed)) in seen.iter().zip(&self.roll.mixed).enumerate() {
+        let mut tail = NOWHERE;
+        for (at, (&word, &mixed)) in seen.iter().zip(mixed.iter()).enumerate() {
             let mut word = word;
             while word != 0 {
                 let bit = word.trailing_zeros();
                 word &= word - 1;
-                let row = &rows[64 * at + bit as usize];
+                let place = 64 * at + bit as usize;
+                let row = &rows[place];
                 let basis = match mixed >> bit & 1 {
                     0 => (row.plan, row.prefix),
                     _ => (NO_PLAN, 0),
                 };
                 if basis.0 != NO_PLAN && basis == last {
+                    ends[place] = End {
+                        place: tail,
+                        answer: matches.len() as u32,
+                    };
                     matches.push(Match {
                         replica: row.replica,
                         rank: row.rank,
@@ -643,10 +664,22 @@ impl Index {
                     credited,
                 };
                 answer = rank.answer(&question);
+                tail = NOWHERE;
+                if timed && answer.predicted > 0 {
+                    let block = (answer.predicted - 1) / u64::from(self.block_tokens);
+                    if let Some(found) = self.found.place(block) {
+                        tail = found;
+                        tails.push(found);
+                    }
+                }
+                ends[place] = End {
+                    place: tail,
+                    answer: matches.len() as u32,
+                };
                 matches.push(answer);
             }
         }
-        if self.clock.now != UNKNOWN {
+        if timed {
             self.date(&mut matches, hashes);
         }
         Ok(matches)
@@ -655,49 +688,25 @@ impl Index {
     /// Says of each answer since when the block is idle where it ends. Answers are those of the ranks seen, in order.
     fn date(&mut self, matches: &mut [Match], hashes: &[u64]) {
         let Roll {
-            rows,
-            seen,
-            place,
-            tails,
-            ..
+            place, ends, tails, ..
         } = &mut self.roll;
-        tails.clear();
-        let mut answer = 0;
-        // Most answers are the one before once more.
-        let (mut last, mut tail) = (0, NOWHERE);
-        for (at, &word) in seen.iter().enumerate() {
-            let mut word = word;
-            while word != 0 {
-                let row = &mut rows[64 * at + word.trailing_zeros() as usize];
-                word &= word - 1;
-                let predicted = matches[answer as usize].predicted;
-                if predicted != last {
-                    let block = predicted.saturating_sub(1) / u64::from(self.block_tokens);
-                    let place = self.found.place(block).filter(|_| predicted > 0);
-                    (last, tail) = (predicted, place.unwrap_or(NOWHERE));
-                    tails.extend(place);
-                }
-                (row.tail, row.answer) = (tail, answer);
-                answer += 1;
-            }
-        }
         tails.sort_unstable();
         tails.dedup();
         for &tail in tails.iter() {
-            for (holder, used) in self.tree.holders_at(tail) {
+            self.tree.each_holder_at(tail, |holder, used| {
                 let packed = place[holder as usize];
-                let row = &rows[packed.place()];
-                if row.tail != tail {
-                    continue;
+                let end = ends[packed.place()];
+                if end.place != tail {
+                    return;
                 }
-                let of = &mut matches[row.answer as usize].tail;
+                let of = &mut matches[end.answer as usize].tail;
                 let tier = packed.tier();
                 if tier > of.tier {
                     *of = Tail { tier, used };
                 } else if tier == of.tier {
                     of.used = of.used.min(used);
                 }
-            }
+            });
         }
         if self.credited.is_empty() {
             return;
@@ -729,19 +738,6 @@ impl Index {
         let tier = usize::from(found.tail.tier).checked_sub(1)?;
         let slot = self.slots.get(&(found.replica, found.rank))?;
         self.ranks[*slot as usize].removals.get_mut(tier)?.median()
-    }
-
-    /// Blocks of the prompt at hand that any of these holders holds: confirmed, and UPPER.
-    fn union(&self, told: &[[Holder; 2]], blocks: u64) -> [Vec<u64>; 2] {
-        let words = blocks.div_ceil(64);
-        [0, 1].map(|level: usize| {
-            let word = |at| {
-                told.iter().fold(0, |word, holders| {
-                    word | self.found.of(holders[level]).word(at)
-                })
-            };
-            (0..words).map(word).collect()
-        })
     }
 
     /// Which ranks have something to say of the prompt at hand, and what it rests on. False: none has.
@@ -806,6 +802,12 @@ impl Index {
         roll.stores.clear();
         roll.attached.clear();
         roll.attached.resize(words, 0);
+        let nowhere = End {
+            place: NOWHERE,
+            answer: 0,
+        };
+        roll.ends.clear();
+        roll.ends.resize(self.slots.len(), nowhere);
         let mut stores: BTreeMap<(String, u32), usize> = BTreeMap::new();
         let mut plans: BTreeMap<*const Plan, u32> = BTreeMap::new();
         for (place, &slot) in self.slots.values().enumerate() {
@@ -844,8 +846,6 @@ impl Index {
                 slot,
                 plan: if rank.plan.plain { plan } else { NO_PLAN },
                 prefix: 0,
-                tail: NOWHERE,
-                answer: 0,
             });
         }
         roll.any = roll.always.iter().any(|word| *word != 0);
@@ -1089,6 +1089,18 @@ impl Index {
             }
         }
     }
+}
+
+/// Blocks of the prompt at hand that any of these holders holds: confirmed, and UPPER.
+fn union(found: &Found, told: &[[Holder; 2]], blocks: u64) -> [Vec<u64>; 2] {
+    let words = blocks.div_ceil(64);
+    [0, 1].map(|level: usize| {
+        let word = |at| {
+            told.iter()
+                .fold(0, |word, holders| word | found.of(holders[level]).word(at))
+        };
+        (0..words).map(word).collect()
+    })
 }
 
 impl Known {

@@ -445,12 +445,21 @@ impl Tree {
     }
 
     /// Who holds the block at a place of `Found`, and when each last used it, or one that follows or precedes it closely.
-    pub fn holders_at(&self, place: u32) -> impl Iterator<Item = (Holder, Stamp)> {
+    pub fn each_holder_at(&self, place: u32, mut each: impl FnMut(Holder, Stamp)) {
         let (run, slot) = unpack(place);
         let run = &self.runs[run as usize];
-        let of = run.holders.iter().zip(&run.used).enumerate();
-        of.filter(move |(at, _)| run.mask(*at) >> slot & 1 == 1)
-            .map(|(_, (holder, used))| (*holder, *used))
+        let holders = run.holders.iter().zip(&run.used);
+        if run.masks.is_empty() {
+            if run.common >> slot & 1 == 1 {
+                holders.for_each(|(holder, used)| each(*holder, *used));
+            }
+            return;
+        }
+        for ((holder, used), mask) in holders.zip(&run.masks) {
+            if mask >> slot & 1 == 1 {
+                each(*holder, *used);
+            }
+        }
     }
 
     /// When a holder last used the block at a place, if it holds it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from servingfleet_protos.v1 import common_pb2, fleet_pb2
@@ -78,6 +78,17 @@ def replicas(observed: Observed) -> list[Replica]:
 
 def _replica(pod: Pod, said: Iterable[tuple[SchedulerReport, fleet_pb2.Replica | None]]) -> Replica:
     answers = list(said)
+    found = _without_drain(pod, answers)
+    drainers = {who for _, known in answers if known is not None for who in known.draining_by}
+    if not drainers:
+        return found
+    drained = f"gets no new requests: drained by {', '.join(sorted(drainers))}"
+    return replace(found, reason="; ".join(filter(None, (drained, found.reason))))
+
+
+def _without_drain(
+    pod: Pod, answers: list[tuple[SchedulerReport, fleet_pb2.Replica | None]]
+) -> Replica:
     blocks = max((_blocks(replica) for _, replica in answers if replica is not None), default=0)
     if not pod.serving:
         return Replica(pod, State.FOLLOWER, "its engine answers in another pod", blocks)

@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.stream_pb2 import (
-    Delta,
     EngineLoad,
-    Hello,
-    RankState,
     RelayCounters,
     RelayMessage,
     SchedulerMessage,
@@ -26,14 +23,14 @@ from .adapters.trtllm_pulled import message_of
 from .conformance.canary import Canary, prompt_of
 from .conformance.standing import Finding
 from .engine import Engine
-from .outbox import Body, Limits, Outbox, Phase
+from .outbox import Phase
 from .rank import Rank
+from .schedulers import Schedulers
 from .settings import PipelineSettings
 from .status import RankStatus, Status, status_of
 
 __all__ = ["Pipeline", "RankStatus", "ReplayRequest", "Status"]
 
-PROTOCOL_VERSION = 1
 MAX_COUNTERS = 128
 
 
@@ -63,16 +60,8 @@ class Pipeline:
         }
         self._waiting: set[int] = set()
         """Ranks whose sockets came up before it was known how to read them."""
-        self._links: dict[str, Outbox] = {}
-        self._limits = Limits(
-            settings.resend_window_messages,
-            settings.resend_window_bytes,
-            settings.outbox_messages,
-            settings.outbox_bytes,
-        )
-        self._profile_version = 0
+        self._schedulers = Schedulers(settings, self._engine, self._ranks)
         self._adapters: tuple[str, ...] | None = None
-        self._progress: dict[int, int | None] = {}
         self._counted = now
         self._wall_s: float | None = None
         """Seconds since 1970, less `now`. None: not known."""
@@ -155,8 +144,7 @@ class Pipeline:
         if source is not None and now is not None and load.HasField("kv_usage"):
             source.monitor.usage(load.kv_usage, now)
             self._spread(source)
-        for link in self._links.values():
-            link.load(load)
+        self._schedulers.load(load)
         self.on_output()
 
     def engine_adapters(self, adapters: tuple[str, ...] | None) -> None:
@@ -199,7 +187,7 @@ class Pipeline:
         if self._engine.released(version):
             for source in self._ranks.values():
                 source.monitor.release(self._engine.version)
-        self._spread_profile()
+        self._schedulers.tell_profile()
 
     def engine_started(self, started: float, now: float) -> None:
         """When the engine's process started, in the clock of `now`."""
@@ -251,7 +239,7 @@ class Pipeline:
     def engine_capacity(self, gpu_blocks: int = 0, *, gpu_tokens: int = 0) -> None:
         """Blocks or tokens of the engine's GPU cache."""
         self._engine.lanes.capacity(gpu_blocks=gpu_blocks, gpu_tokens=gpu_tokens)
-        self._spread_profile()
+        self._schedulers.tell_profile()
 
     def engine_hybrid(self) -> None:
         """The model has layers whose state is evicted unannounced: what is held is an upper bound."""
@@ -271,64 +259,37 @@ class Pipeline:
             self._spread(source)
         if now - self._counted >= self.settings.counters_interval_s:
             self._counted = now
-            counters = self._counters_message()
-            for link in self._links.values():
-                link.counters(counters)
+            self._schedulers.counters(self._counters_message())
             self.on_output()
 
     # The schedulers.
 
     def open_link(self, link: str, now: float) -> RelayMessage:
         """A connection to a scheduler is made. Returns the hello to send."""
-        outbox = self._links.get(link)
-        if outbox is None:
-            outbox = Outbox(self._limits, lambda rank: self._ranks[rank].snapshot())
-            self._links[link] = outbox
-            outbox.counters(self._counters_message())
-        incarnations = {rank: s.numbering.incarnation for rank, s in self._ranks.items()}
-        instance, first = outbox.greet(incarnations, self._profile_version)
-        settings = self.settings
-        return RelayMessage(
-            hello=Hello(
-                protocol_version=PROTOCOL_VERSION,
-                replica=settings.replica,
-                stream_id=settings.stream_id,
-                model=settings.model,
-                endpoint=settings.endpoint,
-                block_tokens=settings.block_tokens,
-                hash_version=settings.hash_version,
-                profile=self._engine.profile(),
-                ranks=self._states(),
-                resume_instance=instance,
-                resume_from=first,
-                labels=settings.labels,
-            )
-        )
+        return self._schedulers.open(link, self._counters_message)
 
     def close_link(self, link: str) -> None:
         """The connection is lost: what is not acknowledged is kept for the next one."""
-        self._links[link].close()
+        self._schedulers[link].close()
 
     def forget_link(self, link: str) -> None:
         """There is no such scheduler any more. Unknown links are fine."""
-        outbox = self._links.pop(link, None)
-        if outbox is not None:
-            outbox.give_up()
+        self._schedulers.forget(link)
 
     def broken(self, link: str) -> bool:
         """Whether this connection must be closed and made anew: the scheduler fell behind, or broke the protocol."""
-        return self._links[link].phase is Phase.BROKEN
+        return self._schedulers[link].phase is Phase.BROKEN
 
     def unacknowledged(self, link: str) -> int:
         """Messages sent over this link and not acknowledged."""
-        return self._links[link].unacknowledged
+        return self._schedulers[link].unacknowledged
 
     def receive(self, link: str, message: SchedulerMessage, now: float) -> None:
         """An answer of the scheduler."""
-        outbox = self._links[link]
+        outbox = self._schedulers[link]
         match message.WhichOneof("body"):
             case "welcome":
-                outbox.welcome(message.welcome, self._opening(outbox))
+                self._schedulers.welcome(link, message.welcome)
             case "ack":
                 outbox.acknowledge(message.ack.seq)
             case "grant_snapshot":
@@ -336,7 +297,7 @@ class Pipeline:
             case "resync":
                 self._totals["resyncs"] += 1
             case "credit_opened":
-                self._put(RelayMessage(credit_opened=message.credit_opened))
+                self._schedulers.put(RelayMessage(credit_opened=message.credit_opened))
                 source = self._ranks.get(message.credit_opened.rank)
                 if source is not None:
                     source.dispatched(message.credit_opened, now)
@@ -344,9 +305,9 @@ class Pipeline:
             case "credit_ended":
                 for source in self._ranks.values():
                     source.ended(message.credit_ended, now)
-                self._put(RelayMessage(credit_ended=message.credit_ended))
+                self._schedulers.put(RelayMessage(credit_ended=message.credit_ended))
             case "prefill_ended":
-                self._put(RelayMessage(prefill_ended=message.prefill_ended))
+                self._schedulers.put(RelayMessage(prefill_ended=message.prefill_ended))
             case "outcome":
                 source = self._ranks.get(message.outcome.rank)
                 if source is not None:
@@ -358,7 +319,7 @@ class Pipeline:
 
     def take(self, link: str, limit: int) -> list[RelayMessage]:
         """The next messages to write to the scheduler, at most `limit`, in order."""
-        return self._links[link].take(limit)
+        return self._schedulers[link].take(limit)
 
     # For people, metrics and tests.
 
@@ -370,7 +331,7 @@ class Pipeline:
             totals["gaps"] += source.numbering.gaps
             for name, value in source.holdings.mirror.counts().items():
                 totals[f"mirror_{name}"] += value
-        totals["outbox_overflows"] = sum(link.overflows for link in self._links.values())
+        totals["outbox_overflows"] = self._schedulers.overflows
         return dict(totals)
 
     def status(self) -> Status:
@@ -379,7 +340,7 @@ class Pipeline:
         return Status(
             tuple(ranks),
             tuple(lane.name for lane in self._engine.lanes),
-            {name: link.phase.name.lower() for name, link in self._links.items()},
+            self._schedulers.phases,
             self.counters(),
             self._engine.name,
         )
@@ -388,47 +349,9 @@ class Pipeline:
         """Packed canonical hashes that a rank holds in a lane, for checks."""
         return self._ranks[rank].holdings.mirror.holdings(lane, confidence)
 
-    def _states(self) -> list[RankState]:
-        return [source.state() for source in self._ranks.values()]
-
-    def _opening(self, outbox: Outbox) -> list[RelayMessage]:
-        """What a new session begins with; what is held comes as a snapshot, when it is granted."""
-        opening = [] if outbox.profile_known(self._profile_version) else [self._profile_message()]
-        for state in self._states():
-            # A scheduler that knew this relay may have missed removals: what it has of it counts no more.
-            opening += [
-                RelayMessage(delta=Delta(rank=state.rank, lane=lane, op=Delta.OP_CLEAR))
-                for lane in self._engine.lanes.numbers()
-            ]
-            opening.append(RelayMessage(rank_state=state))
-        return opening
-
     def _spread(self, source: Rank) -> None:
-        """Hands what a rank has to say to every link."""
-        if self._engine.lanes.version != self._profile_version:
-            self._spread_profile()
-        for message in source.take():
-            self._put(message)
-        applied = source.numbering.applied
-        if self._progress.get(source.rank) != applied:
-            self._progress[source.rank] = applied
-            state = source.state()
-            for link in self._links.values():
-                link.progress(state)
+        self._schedulers.tell(source)
         self.on_output()
-
-    def _spread_profile(self) -> None:
-        if self._engine.lanes.version != self._profile_version:
-            self._profile_version = self._engine.lanes.version
-            self._put(self._profile_message())
-
-    def _profile_message(self) -> RelayMessage:
-        return RelayMessage(profile=self._engine.profile())
-
-    def _put(self, message: RelayMessage) -> None:
-        body = Body.of(message)
-        for link in self._links.values():
-            link.put(body)
 
     def _counters_message(self) -> RelayCounters:
         totals = self.counters()

@@ -20,7 +20,9 @@ from .policy.estimate import prefill_seconds
 from .settings import AdmissionSettings
 
 RETRY_LEAST_S = 1.0
+"""Retry-After has whole seconds."""
 RETRY_MOST_S = 30.0
+"""Further ahead no queue can be known."""
 RETRY_JITTER = 0.2
 """Share by which retry delays differ, so that refused clients don't come back at once."""
 MAX_GATES = 4096

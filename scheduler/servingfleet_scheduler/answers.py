@@ -7,7 +7,7 @@ from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 
 from .candidates import Option, load_age
 from .policy.candidate import Estimate, Reuse
-from .policy.estimate import prefill_seconds
+from .policy.estimate import others_seconds, prefill_seconds
 from .replicas import Rank, Replica
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -84,6 +84,7 @@ def candidate(
         dispatched_requests=option.candidate.dispatched_requests,
         estimated_sd_s=estimate.sd_s,
         propensity=0.0 if refused else estimate.propensity,
+        others_s=others_seconds(estimate),
     )
 
 

@@ -8,6 +8,7 @@ fit into its budget of tokens. So a first token tells that nobody who came befor
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,8 @@ GRACE_S = 60.0
 """A prompt whose first token nobody told is taken to have had it so long after it was due."""
 MAX_ECHO_S = 5.0
 """A stream that is slower resumes or falls behind: its times say nothing of the next."""
+LEFT_KEPT = 256
+"""Prompts that wait no more, remembered for reports that are older: those of seconds."""
 MAX_WAITING = 8192
 """Prompts remembered of one rank; beyond it the oldest are taken to have begun."""
 
@@ -39,6 +42,8 @@ class Dispatch:
     tokens: int = 0
     """To be computed."""
     first_token: bool = False
+    began: float = math.inf
+    """When its first token was told."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,14 @@ class Ahead(NamedTuple):
     noise_s: float
     """The same, were the report fresh: what prompts differ from their estimates."""
 
+    def at_least(self, seconds: float) -> Ahead:
+        """Where something else has to be waited for meanwhile, of which only about how long is known."""
+        more = seconds - self.seconds
+        if more <= 0.0:
+            return self
+        more *= UNKNOWN_ERROR_SHARE
+        return Ahead(seconds, math.hypot(self.sd_s, more), math.hypot(self.noise_s, more))
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -116,6 +129,10 @@ class Backlog:
         self._costs = 0.0
         self._count = 0
         self._load: Load | None = None
+        self._left: deque[tuple[float, _Waiting]] = deque(maxlen=LEFT_KEPT)
+        """Who waits no more, and since when: a report may be older than that."""
+        self._told = -math.inf
+        """When the last first token came."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -163,14 +180,15 @@ class Backlog:
     def started(self, decision_id: str, speeds: Speeds, now: float) -> None:
         """Its first token has come just now: the engine goes on with those after it."""
         if decision_id in self._waiting:
-            self._drop_through(decision_id)
+            self._drop_through(decision_id, now)
+            self._told = now
             foreign = max(0.0, self._foreign_until - now)
             self._rebuild(now, foreign, self._waiting.values(), speeds)
 
     def served(self, decision_id: str, speeds: Speeds, now: float) -> None:
         """It is over, and nobody told when its first token came."""
         if decision_id in self._waiting:
-            self._drop_through(decision_id)
+            self._drop_through(decision_id, now)
             most = _packed(self._waiting.values(), speeds)
             self._shorten(self._free - max(now, self._foreign_until) - most, -math.inf)
 
@@ -179,45 +197,62 @@ class Backlog:
         entry = self._waiting.pop(decision_id, None)
         if entry is None:
             return False
+        self._left.append((now, entry))
         self._shorten(min(entry.cost_s, entry.ends - now), entry.ends)
         return True
 
     # What the engine says
 
     def report(self, load: Load, speeds: Speeds, jitter_s: float = 0.0) -> None:
-        """`jitter_s`: how far `read_at`, or the times of dispatch, may be off, beside READING_JITTER_S."""
+        """`jitter_s`: how far `read_at`, or the times of dispatch, may be off, beside READING_JITTER_S. A report that is not
+        newer than the last says nothing."""
+        if self._load is not None and load.read_at <= self._load.read_at:
+            return
         self._load = load
         if load.waiting_requests is None and load.waiting_tokens is None and not load.idle:
             return
         horizon = load.read_at - READING_JITTER_S - jitter_s
         before = [key for key, each in self._waiting.items() if each.at <= horizon]
-        begin = load.read_at
+        left = [each for since, each in self._left if each.at <= horizon < since]
+        # A first token that came since tells when the engine went on.
+        begin = max(load.read_at, self._told)
         if load.idle:
             for key in before:
                 del self._waiting[key]
-            count, known = 0, []
-        else:
-            # The last sent are those that wait still; those before them are computed now, or were.
-            count = len(before) if load.waiting_requests is None else load.waiting_requests
-            begun = max(0, len(before) - count)
-            begin, known = self._keep_last(before[:begun], begin, speeds), before[begun:]
-        waiting = [self._waiting[key] for key in known]
-        foreign = 0.0
-        if load.waiting_tokens is not None:
-            usual = math.ceil(load.waiting_tokens / speeds.request_tokens)
-            requests = max(1, usual if load.waiting_requests is None else count)
-            foreign = _hold_to(load.waiting_tokens, requests, waiting, speeds)
-            self._foreign_mean = foreign / max(1, requests - len(known))
-            self._foreign_error = ERROR_SHARE
-        elif count > len(known):
-            mean = sum(each.work_s for each in waiting) / len(waiting) if waiting else 0.0
-            self._foreign_mean = mean or unknown_request_seconds(speeds)
-            self._foreign_error = UNKNOWN_ERROR_SHARE
-            foreign = (count - len(known)) * self._foreign_mean
+            self._rebuild(begin, 0.0, self._waiting.values(), speeds)
+            return
+        unstarted = len(left) + len(before)
+        count = unstarted if load.waiting_requests is None else load.waiting_requests
+        # The last sent are those that waited then; those before them were computed, or had been.
+        begun = max(0, len(before) - count)
+        begin = self._keep_last(before[:begun], begin, speeds)
+        waiting = [self._waiting[key] for key in before[begun:]]
+        gone = sum(each.tokens for each in left[max(0, unstarted - count) :])
+        foreign = self._foreign(load, count - unstarted, gone, waiting, speeds)
         after = [each for each in self._waiting.values() if each.at > horizon]
         self._rebuild(begin, foreign, [*waiting, *after], speeds)
 
     # Inside
+
+    def _foreign(
+        self, load: Load, others: int, gone: int, waiting: Sequence[_Waiting], speeds: Speeds
+    ) -> float:
+        """Seconds of what waits beside `waiting`: `others` requests, if any. `gone`: tokens that waited when the report was
+        read, and wait no more."""
+        if load.waiting_tokens is not None:
+            tokens = max(0, load.waiting_tokens - gone)
+            if load.waiting_requests is None:
+                others = math.ceil(tokens / speeds.request_tokens)
+            requests = max(1, len(waiting) + max(0, others))
+            foreign = _hold_to(tokens, requests, waiting, speeds)
+            self._foreign_mean, self._foreign_error = foreign / max(1, others), ERROR_SHARE
+            return foreign
+        if others <= 0:
+            return 0.0
+        mean = sum(each.work_s for each in waiting) / len(waiting) if waiting else 0.0
+        self._foreign_mean = mean or unknown_request_seconds(speeds)
+        self._foreign_error = UNKNOWN_ERROR_SHARE
+        return others * self._foreign_mean
 
     def _keep_last(self, begun: Sequence[str], at: float, speeds: Speeds) -> float:
         """Forgets those that wait no more, but for the last, whose tokens one step can hold together: these may be computed
@@ -233,9 +268,9 @@ class Backlog:
             ends = max(ends, each.ends)
         return min(ends, at + cost)
 
-    def _drop_through(self, decision_id: str) -> None:
+    def _drop_through(self, decision_id: str, now: float) -> None:
         for key in list(self._waiting):
-            del self._waiting[key]
+            self._left.append((now, self._waiting.pop(key)))
             if key == decision_id:
                 return
 

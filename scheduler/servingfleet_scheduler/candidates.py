@@ -164,12 +164,21 @@ class _View:
             if age is None or age > self._settings.load_stale_s:
                 load = None
         queue = rank.backlog.ahead(self._now, stale_s=self._settings.load_stale_s)
+        if rank.room.crowded:
+            memory_s = rank.room.wait_s(
+                self._now,
+                self._prompt.prompt_tokens,
+                replica.gpu_tokens,
+                stale_s=self._settings.load_stale_s,
+            )
+            queue = queue.at_least(memory_s)
         state = replica.state(rank)
         tail = None
         if match is not None and match.tail_tier and self._memory is None:
             tail = self._expectations.tail(replica, rank, match, queue.seconds, self._now)
         pace = rank.pace or self._learner.pace(replica, rank)
         pool, factor = pace.pool, pace.factor
+        arrivals_per_s, busy = rank.traffic.read(self._now)
         # By position, in the order of the fields: by name it takes four times as long, for every target of every request.
         return Candidate(
             replica.name,
@@ -195,6 +204,8 @@ class _View:
             replica.rules,
             tail,
             self._settings.quantile,
+            arrivals_per_s,
+            busy,
         )
 
     def _remembered(self, memory: Memory, replica: Replica, rank: Rank) -> Reuse:

@@ -24,6 +24,9 @@ class CorrectionSettings:
     """A factor of 1 is believed as if so many tokens had proven it: a handful of prompts."""
     least_pairs: float = 5.0
     """Fewer outcomes, each by its age, change nothing."""
+    least_short: float = 0.1
+    """Where a smaller share of outcomes fell short nothing is changed: losses now and then are no rule, and a factor
+    would make all other predictions wrong (on an overloaded Mooncake trace, by more than they were)."""
     floor: float = 0.1
     """No factor is smaller: some hope stays, so that the target is tried again."""
     max_keys: int = 8192
@@ -45,10 +48,11 @@ NONE = Factors()
 
 @dataclass(slots=True)
 class _Evidence:
-    """Sums, each worth its age; tokens but for `pairs`."""
+    """Sums, each worth its age; tokens but for `pairs` and those of them that fell `short`."""
 
     at: float
     pairs: float = 0.0
+    short: float = 0.0
     sure: float = 0.0
     sure_found: float = 0.0
     unsure: float = 0.0
@@ -76,6 +80,7 @@ class Corrections:
         found = min(actual, predicted)
         known.at = max(known.at, now)
         known.pairs = kept * known.pairs + 1
+        known.short = kept * known.short + (found < predicted)
         known.sure = kept * known.sure + lower
         known.sure_found = kept * known.sure_found + min(found, lower)
         known.unsure = kept * known.unsure + (predicted - lower)
@@ -86,7 +91,7 @@ class Corrections:
         known = self._known.get(target)
         if known is None:
             return NONE
-        if known.sure == known.sure_found and known.unsure == known.unsure_found:
+        if known.short <= self._settings.least_short * known.pairs:
             return NONE
         kept = self._kept(known, now)
         if kept * known.pairs < self._settings.least_pairs:

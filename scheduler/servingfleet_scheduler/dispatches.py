@@ -5,6 +5,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -131,6 +132,8 @@ class Dispatches:
         option.rank.dispatches[decision_id] = dispatch
         option.rank.speeds = chosen.candidate.speeds.scaled(chosen.candidate.scale)
         option.rank.backlog.sent(decision_id, dispatch, option.rank.speeds)
+        option.rank.room.sent(decision_id, now, reuse.prompt_tokens)
+        option.rank.traffic.sent(now, dispatch.work_s)
         self._learner.sent(decision_id, option.replica, option.rank, chosen.candidate, now)
         if self._memory is not None:
             hashes = considered.prompt.hashes(option.replica.pairs)
@@ -192,7 +195,9 @@ class Dispatches:
         rank = replica.ranks.get(decision.rank) if replica else None
         waited = False
         if rank is not None:
-            rank.dispatches.pop(decision_id, None)
+            known = rank.dispatches.pop(decision_id, None)
+            stayed = served and known is not None and known.began <= now
+            rank.room.ended(decision_id, now - known.began if known and stayed else None)
             waited = rank.backlog.withdrawn(decision_id, now)
         if self._credits.end(decision_id) is not None or waited:
             self._tell_peers(
@@ -241,7 +246,8 @@ class Dispatches:
         if before.first_token if before is not None else decision_id not in rank.backlog:
             return
         if before is not None:
-            rank.dispatches[decision_id] = replace(before, first_token=True)
+            began = now if just_now else math.inf
+            rank.dispatches[decision_id] = replace(before, first_token=True, began=began)
         if not just_now:
             rank.backlog.served(decision_id, replica.speeds_of(rank), now)
             return

@@ -17,13 +17,16 @@ from typing import NamedTuple
 SPREAD = 0.07
 """g, without unit: how blurred the end of a block's life is. 0.05 to 0.10 on public traces."""
 SHORT_TURNOVER_S = 60.0
+"""Below it a cache turns over in the time of a burst."""
 SHORT_SPREAD = 0.2
 """g of caches that turn over within SHORT_TURNOVER_S: bursts blur their ends."""
 SAFE_SHARE = 0.5
 """A block that will not be idle for so much of the turnover stays: nearly all losses were beyond (41% of those lost within
 20 s on public traces were of blocks idle for more than half of it, next to none of others)."""
 INSERT_WINDOW_S = 120.0
+"""Over which the rate of what is stored is taken: long enough for bursts, short against a day's course."""
 INSERT_BUCKET_S = 10.0
+"""By which that window moves."""
 LEAST_IDLE_S = 0.1
 """The index knows times no better."""
 
@@ -38,9 +41,12 @@ SHARPNESS_SD = 0.5
 MAX_STEP = 0.05
 """By which one outcome changes a parameter at most: a tenth of its prior deviation."""
 MAX_SHIFT = math.log(10.0)
+"""The true turnover is within ten times the measured one, either way; beyond that outcomes tell of something else."""
 SHARPNESS_BOUNDS = (0.2, 3.0)
+"""Times 1 / g: between a curve that says next to nothing and a step."""
 
 BINS = 10
+"""Of the reliability that is published."""
 MAX_KEYS = 256
 """(pool, tier) pairs told apart: four tiers of 64 pools. Those beyond share one."""
 

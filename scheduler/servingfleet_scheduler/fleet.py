@@ -16,6 +16,7 @@ from .backlog import Backlog
 from .eviction import Inserted
 from .hello import core_profile, rules_of
 from .replicas import HISTORY_LOST, LIVE, NO_RELAY, RESYNCING, Rank, Replica
+from .room import Room
 from .settings import SchedulerSettings, StaticReplica
 
 HASH_BYTES = 8
@@ -155,8 +156,9 @@ class Fleet:
             before = known.ranks.get(said.rank) if known else None
             if before is not None and known is not None and known.model == hello.model:
                 rank.dispatches, rank.backlog = before.dispatches, before.backlog
+                rank.room = before.room
                 rank.last_dispatch = before.last_dispatch
-                rank.pace = before.pace
+                rank.pace, rank.traffic = before.pace, before.traffic
                 if rank.incarnation == before.incarnation:
                     rank.breaker = before.breaker
             replica.ranks[rank.number] = rank
@@ -292,7 +294,7 @@ class Fleet:
         rank.load = rank.adapters = rank.breaker = None
         # What was sent to the old life died with it.
         rank.dispatches.clear()
-        rank.backlog = Backlog()
+        rank.backlog, rank.room = Backlog(), Room()
 
     def _publish_all(self, replica: Replica) -> None:
         for rank in replica.ranks.values():

@@ -4,8 +4,9 @@ Pure. A first token comes when the engine has computed its prompt, and it comput
 from the one before (or from the dispatch, if the engine had nothing to do) is the time of what lies between, and no queue
 has to be known. First tokens of one step leave together: they are one observation of all their prompts.
 
-Time in which something ran that nobody can account for says nothing: a request that failed, was cancelled, went elsewhere
-or came from another scheduler; and an engine's first requests after its start, which compile.
+What other schedulers send is computed, too: their word counts, but nothing is learned from it alone, since they do so
+themselves. Time in which something ran that nobody can account for says nothing: a request that failed, was cancelled
+or went elsewhere; and an engine's first requests after its start, which compile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Sent:
     kv_usage: float = 0.0
     first: float | None = None
     """When its first token came."""
+    own: bool = True
+    """Sent by this scheduler; of others it is known what they predict and, after a while, when it began."""
     clear: bool = True
     """Only computing stood before its first token."""
     ended: bool = False
@@ -93,6 +96,24 @@ class Labels:
         sent.first, sent.clear = max(at, sent.at), clear
         self._begun[decision_id] = sent
         insort(self._firsts, sent, key=_first)
+        if len(self._firsts) > 2 * MAX_OPEN:
+            self._previous = max(self._previous, _first(self._firsts.pop(0)))
+
+    def peer_sent(
+        self, decision_id: str, at: float, prompt: int, predicted: int, incarnation: int
+    ) -> None:
+        """Another scheduler has sent a request there."""
+        if incarnation != self.incarnation:
+            self.restarted(incarnation)
+        tiers = (predicted, 0, 0, 0)
+        self.sent(decision_id, Sent(at, prompt, tiers, own=False))
+
+    def peer_first(self, decision_id: str, at: float) -> None:
+        """Its first token has come. What it reused is taken to be as predicted: nobody tells more of it."""
+        sent = self._waiting.get(decision_id)
+        if sent is not None and not sent.own:
+            self.first_token(decision_id, at)
+            self.ended(decision_id, at, sent.tiers[0])
 
     def ended(
         self,
@@ -141,10 +162,13 @@ class Labels:
                 break
             members = tuple(firsts[:count])
             del firsts[:count]
+            own = [_first(each) for each in members if each.own]
+            # Others' first tokens are seen later than they come, and not always by as much.
+            last = own[-1] if own else last
             start = max(min(each.at for each in members), self._previous)
             self._previous = max(self._previous, last)
             known = not wait and all(each.clear and each.cached is not None for each in members)
-            if not known or start < self._unclear_until or last <= start:
+            if not own or not known or start < self._unclear_until or last <= start:
                 continue
             if self._skip:
                 self._skip -= 1

@@ -35,6 +35,7 @@ DRIFT_SHARE, DRIFT_COUNT, DRIFT_OF = 0.15, 10, 12
 FACTOR_SD = 0.15
 """Standard deviation of a rank's factor within its pool: the same hardware differs by clocks, heat and neighbours."""
 FACTOR_LEAST, FACTOR_MOST = 0.2, 5.0
+"""A rank that differs more is of another kind, and needs a pool of its own."""
 LEAST_SHARE, MOST_SHARE = 0.01, 100.0
 """A coefficient stays within these multiples of its prior."""
 ATTENTION_CORRELATION = 0.9
@@ -46,6 +47,7 @@ NOISE_STEP = 1.05
 TYPICAL_OF_SD = 0.6745
 """Half of all residuals are within this share of their standard deviation."""
 NOISE_LEAST, NOISE_MOST = 0.03, 0.5
+"""No engine is steadier; and beyond a half the model says nothing, so that nothing more is lost."""
 NOISE_WIDENING = 1.3
 """Intervals covered 86 of 95% with outliers: they are made wider by so much."""
 

@@ -13,7 +13,9 @@ from .eviction import Inserted
 from .learning import Pace
 from .policy.rules import UNKNOWN, Rules
 from .policy.speeds import DEFAULTS, Speeds
+from .room import Room
 from .settings import StaticReplica
+from .traffic import Traffic
 
 LIVE = common_pb2.STREAM_STATE_LIVE
 HISTORY_LOST = common_pb2.STREAM_STATE_HISTORY_LOST
@@ -49,10 +51,12 @@ class Rank:
     """Sent there by this scheduler and not yet ended, by decision id."""
     backlog: Backlog = field(default_factory=Backlog)
     """Work ahead, of whatever scheduler."""
+    room: Room = field(default_factory=Room)
     echo: Echo = field(default_factory=Echo)
     speeds: Speeds | None = None
     """As learned when something was sent there last; None: nothing was."""
     last_dispatch: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
     adapters: Adapters | None = None
     """None: its engine does not say."""
     breaker: Breaker | None = None
@@ -92,6 +96,12 @@ class Replica:
     def pairs(self) -> bool:
         """Its blocks are hashed as pairs of tokens."""
         return self.profile.key_form == common_pb2.KEY_FORM_PAIR
+
+    @property
+    def gpu_tokens(self) -> int:
+        """Tokens that a rank's GPU cache takes. 0: not known."""
+        lanes = (each for each in self.profile.lanes if each.tier == common_pb2.TIER_GPU)
+        return max((each.capacity_tokens for each in lanes), default=0)
 
     def speeds_of(self, rank: Rank) -> Speeds:
         """Of a rank, as known last."""

@@ -15,19 +15,18 @@ from servingfleet_protos.v1 import fleet_pb2, routing_pb2
 
 from . import answers
 from .admission import Admission, Limit
-from .candidates import Considered, basis, options
+from .candidates import basis
+from .considering import Considering, reasons
 from .constraints import still_allows
 from .credits import Credits
 from .decisions import Decisions
 from .dispatches import Dispatches
 from .errors import (
     InvalidRequest,
-    ModelUnknown,
     NoReplicas,
     NotAdmitted,
     ReplicaUnknown,
     SchedulerError,
-    TargetUnknown,
 )
 from .eviction import Tail
 from .expectation import Expectations
@@ -37,12 +36,11 @@ from .learner import Learner
 from .ledger import Ledger, Row, by_model
 from .memory import Memory
 from .outcomes import Outcomes
-from .pins import Pin, Pins
+from .pins import Pins
 from .policy import make_policy
 from .policy.candidate import Estimate, Reuse
-from .policy.estimate import estimate, estimates
-from .prompts import prepare
-from .requests import MAX_DRAINERS, check_draining_request, check_route_request, names
+from .policy.estimate import estimate
+from .requests import MAX_DRAINERS, check_draining_request, check_route_request
 from .sessions import Session
 from .settings import SchedulerSettings
 from .streams import Disagreement, Streams
@@ -111,8 +109,19 @@ class Scheduler:
         self.expectations = Expectations(learn=settings.learn)
         self.admission = Admission(settings.admission, rng)
         self.learner = Learner(self.fleet, settings)
-        self._policy = make_policy(settings.policy, settings.explore_share)
+        self._policy = make_policy(
+            settings.policy, settings.explore_share, price_others=settings.price_others
+        )
         self._memory = Memory(max_ranks=settings.max_replicas) if self._policy.from_memory else None
+        self._considering = Considering(
+            settings,
+            self.fleet,
+            self._policy,
+            self.pins,
+            self.learner,
+            self.expectations,
+            self._memory,
+        )
         self._rng = rng
         self._tokens = Tokens(token_key)
         self._dispatches = Dispatches(
@@ -170,7 +179,7 @@ class Scheduler:
         # A copy: the next route then breaks ties as shown here.
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        considered = self._consider(request, now, rng)
+        considered = self._considering.consider(request, now, rng)
         limit = self._limit(request)
         fitting: list[tuple[Estimate, str]] = []
         refused: list[tuple[Estimate, str]] = []
@@ -346,11 +355,11 @@ class Scheduler:
         before = self._before(request)
         if before is not None:
             return before
-        considered = self._consider(request, now, self._rng)
+        considered = self._considering.consider(request, now, self._rng)
         if not considered.ordered:
             raise NoReplicas(
                 f"none of the model's {len(considered.options)} targets may be chosen: "
-                f"{_reasons(considered)}",
+                f"{reasons(considered)}",
                 metadata={"targets": str(len(considered.options))},
                 retry_s=RETRY_NO_REPLICAS_S,
             )
@@ -361,7 +370,8 @@ class Scheduler:
         except NotAdmitted:
             self.ledger.rejected(request.model, now)
             raise
-        if len(admitted) < len(considered.ordered) and considered.pinned is None:
+        stays = considered.option(admitted[0]).key == considered.pinned
+        if len(admitted) < len(considered.ordered) and not stays:
             # Chance had part in the order: only among those that it may choose from is it said truly how much.
             admitted = self._policy.order(admitted, self._rng)
         response = self._dispatches.dispatch(request, considered, admitted, now)
@@ -389,72 +399,3 @@ class Scheduler:
             return None
         pending.given += 1
         return pending.response
-
-    def _consider(
-        self, request: routing_pb2.RouteRequest, now: float, rng: random.Random
-    ) -> Considered:
-        prompt = prepare(
-            request.prompt,
-            request.model,
-            block_tokens=self.settings.block_tokens,
-            max_prompt_tokens=self.settings.max_prompt_tokens,
-        )
-        if self.fleet.index(request.model) is None:
-            known = self.fleet.models
-            raise ModelUnknown(
-                f"no replica serves model {request.model!r}; known: "
-                f"{', '.join(known[:10]) or 'none yet'}",
-                metadata={"known": str(len(known))},
-            )
-        found, last_resort = options(
-            self.fleet,
-            self.settings,
-            request,
-            prompt,
-            now,
-            self.learner,
-            self.expectations,
-            self._memory,
-        )
-        if request.only and not any(
-            names(request.only, option.replica.name, option.rank.number) for option in found
-        ):
-            raise TargetUnknown(
-                f"none of the {len(request.only)} targets in `only` serves model {request.model!r}",
-                metadata={"targets": str(len(found))},
-            )
-        allowed = [option.candidate for option in found if not option.refused]
-        ordered = self._policy.order(estimates(allowed), rng)
-        session = self.pins.session(request.model, request.session_id)
-        pin = self.pins.get(session, now) if request.pin_session else None
-        if pin is not None:
-            ordered = _pinned(ordered, pin)
-        stays = pin is not None and bool(ordered) and _is_at(ordered[0], pin)
-        return Considered(
-            prompt,
-            {option.key: option for option in found},
-            ordered,
-            last_resort=last_resort,
-            session=session,
-            pinned=(pin.replica, pin.rank) if pin is not None and stays else None,
-        )
-
-
-def _pinned(ordered: list[Estimate], pin: Pin) -> list[Estimate]:
-    """The pin's target first, if it may be chosen: no chance has part in that."""
-    first = [each._replace(propensity=1.0) for each in ordered if _is_at(each, pin)]
-    if not first:
-        return ordered
-    return first + [each._replace(propensity=0.0) for each in ordered if not _is_at(each, pin)]
-
-
-def _is_at(estimate: Estimate, pin: Pin) -> bool:
-    candidate = estimate.candidate
-    return (candidate.replica, candidate.rank) == (pin.replica, pin.rank)
-
-
-def _reasons(considered: Considered) -> str:
-    """Why none of the targets may be chosen: the most frequent reasons."""
-    counts = Counter(option.refused for option in considered.options.values()).most_common()
-    told = ", ".join(f"{count} {why}" for why, count in counts[:3])
-    return f"{told}, and {len(counts) - 3} more reasons" if len(counts) > 3 else told

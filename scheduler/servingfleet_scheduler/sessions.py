@@ -265,7 +265,7 @@ class Session:
             or blocks > MAX_DELTA_HASHES
             or blocks * self._streams.settings.block_tokens > credit.prompt_tokens
             or not 0.0 < credit.expires_s <= MAX_CREDIT_S
-            or not 0.0 <= credit.work_s < math.inf
+            or not 0.0 <= credit.work_s <= MAX_CREDIT_S
             or credit.predicted > credit.prompt_tokens
         ):
             self._drop("bad_credit")
@@ -293,6 +293,16 @@ class Session:
             # Its word took about as long as that of an own one takes to come back.
             dispatch = Dispatch(now - rank.echo.smoothed_s, credit.work_s, tokens=tokens)
             rank.backlog.sent(credit.decision_id, dispatch, replica.speeds_of(rank))
+            rank.traffic.sent(now, credit.work_s)
+            rank.room.sent(credit.decision_id, dispatch.at, credit.prompt_tokens)
+            if rank.pace is not None and self._streams.settings.learn:
+                rank.pace.labels.peer_sent(
+                    credit.decision_id,
+                    dispatch.at,
+                    credit.prompt_tokens,
+                    credit.predicted,
+                    rank.incarnation,
+                )
 
     def _on_prefill_ended(
         self, replica: Replica, prefill: stream_pb2.PrefillEnded, now: float
@@ -305,6 +315,8 @@ class Session:
             if sent is not None:
                 # The first token was reported to another scheduler, or this is its echo.
                 rank.dispatches[prefill.decision_id] = replace(sent, first_token=True)
+            elif rank.pace is not None:
+                rank.pace.labels.peer_first(prefill.decision_id, now - rank.echo.smoothed_s)
             rank.backlog.started(prefill.decision_id, replica.speeds_of(rank), now)
 
     def _on_credit_ended(
@@ -322,7 +334,10 @@ class Session:
             if own == (credit.decision_id in rank.dispatches):
                 # The outcome was reported to another scheduler: nothing waits there for this one any more.
                 rank.dispatches.pop(credit.decision_id, None)
+                if rank.pace is not None:
+                    rank.pace.labels.lost(credit.decision_id, now)
                 waited = rank.backlog.withdrawn(credit.decision_id, now) or waited
+                rank.room.ended(credit.decision_id)
         if known is not None:
             self._streams.credits.end(credit.decision_id)
         elif not (waited or own or self._streams.over(credit.decision_id)):
@@ -356,6 +371,7 @@ class Session:
             kv_usage=load.kv_usage if load.HasField("kv_usage") else None,
         )
         rank.backlog.report(rank.load, replica.speeds_of(rank), rank.echo.deviation_s)
+        rank.room.report(rank.load, rank.echo.deviation_s)
 
     def _on_counters(
         self, replica: Replica, counters: stream_pb2.RelayCounters, now: float

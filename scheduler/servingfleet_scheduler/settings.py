@@ -65,6 +65,8 @@ class SchedulerSettings:
     """What was dispatched is credited before the engine confirms it."""
     price_tiers: bool = True
     """False: a hit in a slower tier is priced like one in GPU memory; for comparison."""
+    price_others: bool = True
+    """Seconds that later prompts will wait for this one count, too; False: only its own, for comparison."""
     quantile: float = 0.5
     """Where between `lower` and `upper` an uncertain prediction is priced: 0.5 as expected, below more careful."""
     explore_share: float = 0.01

@@ -75,7 +75,8 @@ def sessions(shape: Shape, seed: int) -> Iterator[Session]:
         system = rng.choices(range(len(systems)), cum_weights=weights)[0]
         turns = tuple(_turns(shape, rng, at_s, systems[system]))
         names, shares = zip(*shape.models, strict=True)
-        (model,) = rng.choices(names, shares)
+        # Of its own, too: what is said does not depend on whom it is said to.
+        (model,) = random.Random(f"{seed} model {number}").choices(names, shares)
         yield Session(number, system, turns, model)
 
 

@@ -26,6 +26,12 @@ MODELS = {
     "a window of one block, after full attention": Limits(
         90, 16, 4, 2048, groups=(FULL, LayerGroup(WINDOW, 17))
     ),
+    "a window, and a host tier": Limits(
+        90, 16, 4, 256, host_chunks=150, groups=(LayerGroup(WINDOW, 128), FULL)
+    ),
+    "a window, and a host tier that tells of tokens": Limits(
+        90, 16, 4, 256, host_chunks=150, host_described=True, groups=(LayerGroup(WINDOW, 128), FULL)
+    ),
     "three of four layers recurrent": Limits(
         80, 32, 4, 256, groups=(*(LayerGroup(STATE),) * 3, FULL)
     ),

@@ -63,6 +63,7 @@ HYBRIDS = {
 """Models whose layers do not all keep every token. Their settings are in each recording's engine.json."""
 
 HOST_TIERS = {
+    "x3-offload-gemma3-placeholder": Limits(36, 32, 4, 2048, 384, host_chunks=48, groups=WINDOWS),
     "i-cpu-offload-default-events": Limits(20, 32, 4, 2048, 384, host_chunks=48),
     "i2-cpu-offload-self-describing": Limits(
         20, 32, 4, 2048, 384, host_chunks=48, host_described=True
@@ -211,7 +212,9 @@ class Renaming:
 def _sorted_copies(batch: list[dict[str, Any]], name: Callable[[int], int]) -> list[dict[str, Any]]:
     """The batch with its host copies by name: vLLM announces those of a step in the order of a set."""
     first = next((n for n, event in enumerate(batch) if _is_copy(event)), len(batch))
-    copies = sorted(batch[first:], key=lambda event: name(event["block_hashes"][-1]))
+    copies = sorted(
+        batch[first:], key=lambda event: (name(event["block_hashes"][-1]), event["group_idx"])
+    )
     return [*batch[:first], *copies]
 
 

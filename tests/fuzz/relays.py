@@ -119,7 +119,7 @@ class _Drive:
         feed = self.feed
         message = stream_pb2.RelayMessage()
         rank, packed = feed.below(3), hashes(feed.below(8), first=16 * feed.below(2))
-        match feed.below(10):
+        match feed.below(11):
             case 0:
                 message.profile.CopyFrom(profile(feed.pick((16, 8, 32, 7))))
             case 1:
@@ -143,13 +143,20 @@ class _Drive:
                 message.credit_opened.prompt_tokens = feed.byte()
                 message.credit_opened.origin = feed.pick(("another scheduler", "scheduler-1", ""))
                 message.credit_opened.expires_s = feed.byte()
+                message.credit_opened.work_s = feed.byte() / 16
+                message.credit_opened.predicted = feed.byte()
             case 7:
                 message.credit_ended.decision_id = feed.pick(("x", "y", "calm's", ""))
                 message.credit_ended.origin = feed.pick(("another scheduler", "scheduler-1", ""))
             case 8:
                 message.load.rank = rank
                 message.load.running_requests = feed.byte()
+                message.load.waiting_requests = feed.byte()
+                message.load.age_s = feed.byte() / 16
             case 9:
+                message.prefill_ended.decision_id = feed.pick(("x", "y", "calm's", ""))
+                message.prefill_ended.origin = feed.pick(("another scheduler", "scheduler-1", ""))
+            case 10:
                 pass
         return message
 

@@ -26,18 +26,25 @@ MODEL = "emulated"
 PROMPT = list(range(1000, 1200))
 
 
-async def engine(fleet: Fleet, scheduler: Scheduler, *arguments: str, ranks: int = 2) -> str:
+async def engine(
+    fleet: Fleet,
+    scheduler: Scheduler,
+    *arguments: str,
+    ranks: int = 2,
+    name: str = "gpu-0",
+    adapter: str = "tuned",
+) -> str:
     """An emulated engine with its relay, connected; returns its endpoint."""
     process = await fleet.process(
         "servingfleet_sim.emulator",
         *("--port", "0", "--events-port", "0", "--replay-port", "0"),
-        *("--gpu", "instant", "--ranks", str(ranks), "--adapter", "tuned", *arguments),
+        *("--gpu", "instant", "--ranks", str(ranks), "--adapter", adapter, *arguments),
     )
     ports = await process.event("listening")
     endpoint = f"127.0.0.1:{ports['http_port']}"
     await fleet.process(
         "servingfleet_relay",
-        *("--replica", "gpu-0", "--model", MODEL, "--ranks", str(ranks)),
+        *("--replica", name, "--model", MODEL, "--ranks", str(ranks)),
         *("--engine-events", f"tcp://127.0.0.1:{ports['events_port']}"),
         *("--engine-replay", f"tcp://127.0.0.1:{ports['replay_port']}"),
         *("--engine-http", f"http://{endpoint}", "--endpoint", endpoint),
@@ -45,9 +52,9 @@ async def engine(fleet: Fleet, scheduler: Scheduler, *arguments: str, ranks: int
     )
     await scheduler.until(
         lambda seen: (
-            "gpu-0" in seen
-            and len(seen["gpu-0"].ranks) == ranks
-            and all(rank.HasField("load_age_s") for rank in seen["gpu-0"].ranks)
+            name in seen
+            and len(seen[name].ranks) == ranks
+            and all(rank.HasField("load_age_s") for rank in seen[name].ranks)
         ),
         "the engine's load",
     )
@@ -287,6 +294,47 @@ async def test_the_gateway_tries_another_engine_and_tells_of_the_first(fleet: Fl
                 assert response.status == 200, await response.text()
     seen = await figures(scheduler, lambda seen: seen.sums.pairs == 2)
     assert set(seen.set_aside) == {"ran_elsewhere"}
+
+
+async def test_an_engine_that_is_gone_is_soon_left_alone(fleet: Fleet) -> None:
+    scheduler = await fleet.scheduler(
+        *("--policy", "round-robin"),
+        *("--static-replica", f"model={MODEL},replica=gone,endpoint=127.0.0.1:9"),
+    )
+    endpoint = await engine(fleet, scheduler, ranks=1)
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async with front(scheduler, endpoint) as http:
+        for _ in range(10):  # in turns: five of them fail there first
+            await ask(http)
+        await scheduler.until(lambda seen: seen["gone"].ranks[0].broken_s > 0, "its breaker")
+        before = await figures(scheduler, lambda seen: seen.sums.pairs == 10)
+        for _ in range(4):
+            await ask(http)
+    after = await figures(scheduler, lambda seen: seen.sums.pairs == 14)
+    assert after.set_aside == before.set_aside
+
+
+async def test_a_request_goes_where_its_adapter_is_loaded(fleet: Fleet) -> None:
+    scheduler = await fleet.scheduler("--policy", "round-robin")
+    await engine(fleet, scheduler, ranks=1, name="law", adapter="law")
+    await engine(fleet, scheduler, ranks=1, name="sql", adapter="sql")
+    async with client.AsyncClient(client.Scheduler(scheduler.target), MODEL) as asking:
+
+        async def chosen(adapter: str) -> set[str]:
+            routed = [await asking.route(PROMPT, adapter=adapter) for _ in range(4)]
+            for each in routed:
+                each.aborted()
+            return {each.target.replica for each in routed}
+
+        assert await chosen("law") == {"law"}
+        assert await chosen("sql") == {"sql"}
+        assert await chosen("loaded nowhere yet") == {"law", "sql"}
+        assert await chosen("") == {"law", "sql"}
 
 
 async def test_the_gateway_says_no_early_and_when_to_come_back(fleet: Fleet) -> None:

@@ -236,6 +236,9 @@ async def test_what_a_tensorrt_llm_keeps_is_pulled_and_verified(
     assert (recording.adapter, recording.pulled_unit_tokens) == ("trtllm", 32)
     assert sum(request.cached_tokens for request in recording.requests) > 300
     assert (await judged(folder))["exact"] == 13
+    status, _, err = await run("demo", str(folder))
+    assert status == 2
+    assert "servingfleet verify" in err
     status, out, _ = await run("check-stream", str(folder))
     assert status == 1
     assert "but as an upper bound" in out

@@ -562,6 +562,7 @@ class Candidate(_message.Message):
     DISPATCHED_REQUESTS_FIELD_NUMBER: _builtins.int
     ESTIMATED_SD_S_FIELD_NUMBER: _builtins.int
     PROPENSITY_FIELD_NUMBER: _builtins.int
+    OTHERS_S_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     estimated_ttft_s: _builtins.float
     chosen: _builtins.bool
@@ -576,6 +577,8 @@ class Candidate(_message.Message):
     """Standard deviation of `estimated_ttft_s`, seconds."""
     propensity: _builtins.float
     """Probability with which Route would choose it now."""
+    others_s: _builtins.float
+    """Seconds that later prompts there would wait in all because of this one; policy "cost" adds them, the estimate does not."""
     @_builtins.property
     def target(self) -> _common_pb2.Target: ...
     @_builtins.property
@@ -599,10 +602,11 @@ class Candidate(_message.Message):
         dispatched_requests: _builtins.int = ...,
         estimated_sd_s: _builtins.float = ...,
         propensity: _builtins.float = ...,
+        others_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "load_age_s", b"load_age_s", "prediction", b"prediction", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "chosen", b"chosen", "dispatched_requests", b"dispatched_requests", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "load_age_s", b"load_age_s", "prediction", b"prediction", "propensity", b"propensity", "refused", b"refused", "stream_state", b"stream_state", "target", b"target", "terms", b"terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s", "chosen", b"chosen", "dispatched_requests", b"dispatched_requests", "endpoint", b"endpoint", "estimated_sd_s", b"estimated_sd_s", "estimated_ttft_s", b"estimated_ttft_s", "load_age_s", b"load_age_s", "others_s", b"others_s", "prediction", b"prediction", "propensity", b"propensity", "refused", b"refused", "stream_state", b"stream_state", "target", b"target", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_age_s: _TypeAlias = _typing.Literal["load_age_s"]  # noqa: Y015
     _WhichOneofArgType__load_age_s: _TypeAlias = _typing.Literal["_load_age_s", b"_load_age_s"]  # noqa: Y015

@@ -1,7 +1,8 @@
 """Tells stores from reports of a hit (vLLM's kv_cache_report_mode "full"), where a batch shows which it is.
 
-Pure. All groups of layers tell of either, one after the other, with the tokens of the same range. A store leaves out the
-blocks that a group does not keep; a report names all, even those that are not there.
+Pure. All groups of layers tell of either, one after the other, up to the same block. A report begins with the prompt in
+all of them and names every block, even those that are not there. A store leaves out the blocks that a group does not keep,
+and where a host tier has loaded a prompt's beginning it begins later in some groups.
 """
 
 from __future__ import annotations
@@ -16,45 +17,47 @@ __all__ = ["with_proof"]
 
 
 def with_proof(batch: Batch) -> Batch:
-    """Marks the stores from the prompt's start on that are proven to be some. Those of later blocks are never reports."""
+    """Marks stores that are proven to be some."""
     runs: list[list[Event]] = []
     for event in batch.events:
         if runs and _continues(runs[-1][-1], event):
             runs[-1].append(event)
         else:
             runs.append([event])
-    if not any(map(_leaves_out, batch.events)):
+    if not any(map(_proven, runs)):
         return batch
     return replace(batch, events=tuple(event for run in runs for event in _marked(run)))
 
 
 def _marked(run: list[Event]) -> list[Event]:
-    if not any(map(_leaves_out, run)):
+    if not _proven(run):
         return run
     return [replace(event, computed=True) for event in run if isinstance(event, Stored)]
 
 
 def _continues(before: Event, event: Event) -> bool:
-    """Whether two events tell of one range in two groups."""
-    tokens = _from_start(event)
-    if tokens is None or tokens != _from_start(before):
+    """Whether two events tell of ranges with one end in two groups."""
+    earlier, tokens = _tokens(before), _tokens(event)
+    if not earlier or not tokens:
         return False
     assert isinstance(before, Stored)
     assert isinstance(event, Stored)
-    return (before.group.index or 0) < (event.group.index or 0)
+    ascending = (before.group.index or 0) < (event.group.index or 0)
+    return ascending and (earlier.endswith(tokens) or tokens.endswith(earlier))
+
+
+def _proven(run: list[Event]) -> bool:
+    return any(map(_leaves_out, run)) or len({len(_tokens(event)) for event in run}) > 1
 
 
 def _leaves_out(event: Event) -> bool:
-    tokens = _from_start(event)
-    if tokens is None or not isinstance(event, Stored) or event.span is None:
+    if not isinstance(event, Stored) or event.span is None:
         return False
-    return len(tokens) > 4 * event.unit_tokens * event.count
+    return len(_tokens(event)) > 4 * event.unit_tokens * event.count
 
 
-def _from_start(event: Event) -> bytes | None:
-    """The tokens of a range on the GPU that begins with the prompt. None: the event tells of none."""
+def _tokens(event: Event) -> bytes:
+    """Those of a range on the GPU; none: the event tells of no such range."""
     if not isinstance(event, Stored) or event.tier != TIER_GPU:
-        return None
-    if event.span is not None:
-        return event.span.tokens if event.span.parent is None else None
-    return event.tokens or None if event.parent is None else None
+        return b""
+    return event.tokens if event.span is None else event.span.tokens

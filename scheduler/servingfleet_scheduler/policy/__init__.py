@@ -16,11 +16,13 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def make_policy(name: str, explore_share: float = EXPLORE_SHARE) -> Policy:
-    """`explore_share`: of decisions that explore, where the policy does. Raises ValueError for an unknown name."""
+def make_policy(
+    name: str, explore_share: float = EXPLORE_SHARE, *, price_others: bool = True
+) -> Policy:
+    """What is for policies that estimate seconds is ignored by the others. Raises ValueError for an unknown name."""
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is unknown; known: {', '.join(POLICIES)}")
-    policy = POLICIES[name]
-    if policy in (Cost, Approximate):
-        return policy(explore_share)
-    return policy()
+    for estimating in (Cost, Approximate):
+        if name == estimating.name:
+            return estimating(explore_share, price_others=price_others)
+    return POLICIES[name]()

@@ -70,6 +70,10 @@ class Candidate(NamedTuple):
     """The last predicted block, for what its outcome may teach. None: too little is known of it."""
     quantile: float = 0.5
     """Where between `lower` and `upper` the prompt's reuse is priced; 0.5: at `expected`."""
+    arrivals_per_s: float = 0.0
+    """Prompts that come there."""
+    busy: float = 0.0
+    """Share of its time that they take."""
 
 
 class Term(NamedTuple):
@@ -112,6 +116,8 @@ class Estimate(NamedTuple):
     """Standard deviation of `seconds`."""
     propensity: float = 1.0
     """Probability with which the policy would put it first; 0 for all others where no chance was in play."""
+    engine_s: float = 0.0
+    """Of `work_s`, what keeps the engine from others: without loads that run while the prompt waits."""
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -1,4 +1,5 @@
-"""The least expected seconds to first token; near ties are broken by chance, and a few decisions explore."""
+"""The least expected seconds to first token, its own and those it costs others; near ties are broken by chance, and a few
+decisions explore."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from .candidate import Estimate
+from .estimate import others_seconds
 
 TIE_SHARE = 0.01
 """Estimates within 1% of the best are equal as far as speeds can be known."""
 TIE_S = 0.001
+"""However small the best is: a millisecond is lost in the network."""
 NEAR_SHARE = 0.10
 """What explores goes to one of those within 10% of the best: prompts differ from their estimate by as much."""
 EXPLORE_SHARE = 0.01
@@ -24,18 +27,19 @@ COLD_BONUS = 0.5
 
 
 class Cost:
-    """Orders by seconds. Chance among near ties spreads a burst of unknown prompts over idle replicas."""
+    """Orders by seconds: what this prompt waits, and what later ones will wait for it. Chance among near ties spreads a burst of unknown prompts over idle replicas."""
 
     name = "cost"
     from_memory = False
 
-    def __init__(self, explore_share: float = EXPLORE_SHARE) -> None:
+    def __init__(self, explore_share: float = EXPLORE_SHARE, *, price_others: bool = True) -> None:
         self._explore_share = explore_share
+        self._price_others = price_others
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
         if not estimates:
             return []
-        prices = _prices(estimates)
+        prices = _prices(estimates, self._price_others)
         places = sorted(range(len(prices)), key=prices.__getitem__)
         best = prices[places[0]]
         ties = _within(places, prices, best + max(TIE_S, TIE_SHARE * best))
@@ -60,14 +64,17 @@ def _within(places: Sequence[int], prices: Sequence[float], limit: float) -> int
     return bisect_right(places, limit, key=prices.__getitem__)
 
 
-def _prices(estimates: Sequence[Estimate]) -> list[float]:
-    """Seconds, less what a cold rank is given so that it becomes known."""
+def _prices(estimates: Sequence[Estimate], price_others: bool) -> list[float]:
+    """Seconds, with those that others wait for it, less what a cold rank is given so that it becomes known."""
+    if price_others:
+        prices = [each.seconds + others_seconds(each) for each in estimates]
+    else:
+        prices = [each.seconds for each in estimates]
     # Where all are cold alike there is nothing to find out by preferring one.
     labels = [min(each.candidate.labels, COLD_LABELS) for each in estimates]
     known = max(labels)
-    if min(labels) == known:
-        return [each.seconds for each in estimates]
-    return [
-        each.seconds - COLD_BONUS * COLD_SD_SHARE * (known - count) / COLD_LABELS * each.work_s
-        for each, count in zip(estimates, labels, strict=True)
-    ]
+    if min(labels) < known:
+        share = COLD_BONUS * COLD_SD_SHARE / COLD_LABELS
+        for at, each in enumerate(estimates):
+            prices[at] -= share * (known - labels[at]) * each.work_s
+    return prices

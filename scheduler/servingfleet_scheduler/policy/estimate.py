@@ -17,6 +17,8 @@ from .rules import UNKNOWN, LoadRule, Overlap, Rules
 from .speeds import PRIOR_SHARE, Speeds
 
 _NOTHING = (0.0, 0.0, 0.0)
+BUSIEST = 0.8
+"""Share of its time that a rank counts as busy at most: beyond it prompts go elsewhere instead of queueing on."""
 _WIDTH_SD = 1 / math.sqrt(12.0)
 """Standard deviation of what may lie anywhere between two ends, as a share of their distance."""
 
@@ -64,14 +66,31 @@ def work(candidate: Candidate, actual: float | None = None) -> Work:
     reuse = candidate.reuse
     reused = reuse.expected if actual is None else actual
     plan = _plan(candidate, cut(reuse.tiers, reused))
-    loads = sum(
-        load
-        for load, rule in zip(plan.loads, candidate.rules.loads, strict=True)
-        if rule.overlap is not Overlap.QUEUE
-    )
+    loads = _engine_loads(plan.loads, candidate.rules)
     return Work(
         math.ceil(reuse.prompt_tokens - plan.used), plan.prefill + sum(plan.recompute) + loads
     )
+
+
+def _engine_loads(loads: tuple[float, float, float], rules: Rules) -> float:
+    return sum(
+        load
+        for load, rule in zip(loads, rules.loads, strict=True)
+        if rule.overlap is not Overlap.QUEUE
+    )
+
+
+def others_seconds(estimate: Estimate) -> float:
+    """Seconds that later prompts there will wait in all because of this one. No part of the estimate.
+
+    Until the engine is idle again, each prompt that comes waits for this one's work too. That takes the work ahead and its
+    own, and what comes meanwhile: (queue + work) / (1 - busy), as in any queue with one server.
+    """
+    candidate = estimate.candidate
+    if not candidate.arrivals_per_s:
+        return 0.0
+    busy_s = (candidate.queue_s + estimate.engine_s) / (1.0 - min(candidate.busy, BUSIEST))
+    return estimate.engine_s * candidate.arrivals_per_s * busy_s
 
 
 def work_seconds(speeds: Speeds, reuse: Reuse, rules: Rules = UNKNOWN) -> float:
@@ -107,12 +126,13 @@ def estimates(candidates: Iterable[Candidate]) -> list[Estimate]:
     listed = list(candidates)
     found = []
     for each in listed:
+        reuse, speeds = each.reuse, each.speeds
         # By identity: comparing their numbers would take longer. `listed` keeps all of them alive.
-        key = (id(each.reuse), id(each.speeds))
+        key = (id(reuse), id(speeds))
         priced = known.get(key)
         if priced is None:
-            priced = known[key] = _price(each.reuse, each.speeds, each.quantile)
-        found.append(_estimate(each, priced))
+            priced = known[key] = _price(reuse, speeds, each.quantile)
+        found.append(_loaded(each, priced) if priced.loads else _estimate(each, priced))
     return found
 
 
@@ -124,8 +144,10 @@ class _Priced(NamedTuple):
     uncertain: float
     variance: float
     """Square seconds, of what a pool's speeds and the reuse are uncertain by."""
+    noise: float
+    """Variance of prompts' seconds, as a share of their square."""
     loads: bool
-    """Slower tiers are used: then only `variance` is right."""
+    """Slower tiers are used: then only the variances are right."""
 
 
 class _Plan(NamedTuple):
@@ -178,48 +200,48 @@ def _price(reuse: Reuse, speeds: Speeds, quantile: float) -> _Priced:
             variance += (tier.sd_share * load) ** 2
     if reuse.lower < reuse.upper:
         variance += (_WIDTH_SD * (seconds(reuse.lower) - seconds(reuse.upper))) ** 2
-    return _Priced(prefill, expected - prefill, uncertain, variance, loads)
+    noise = speeds.noise_share * speeds.noise_share
+    return _Priced(prefill, expected - prefill, uncertain, variance, noise, loads)
 
 
 def _estimate(candidate: Candidate, priced: _Priced) -> Estimate:
-    queue_s, scale = candidate.queue_s, candidate.scale
-    drag = drag_share(candidate) if candidate.rules.mixed_steps else 0.0
-    unproven = candidate.speeds.unproven_s if candidate.unproven else 0.0
-    if priced.loads:
-        return _loaded(candidate, priced.variance, drag, unproven)
-    prefill = scale * priced.prefill
-    decodes = prefill * drag
-    work_s = prefill + decodes
-    evicted = uncertain = 0.0
-    if priced.evicted or priced.uncertain:
-        slower = scale * (1.0 + drag)
-        evicted, uncertain = slower * priced.evicted, slower * priced.uncertain
+    """Where nothing comes from slower tiers. Every target of every request passes here: no step more than needed."""
+    prefill, evicted, uncertain, variance, noise, _ = priced
+    scale, queue_s, queue_sd_s = candidate.scale, candidate.queue_s, candidate.queue_sd_s
+    work_s = prefill = scale * prefill
+    decodes = unproven = 0.0
+    if candidate.rules.mixed_steps:
+        drag = drag_share(candidate)
+        decodes = prefill * drag
+        work_s += decodes
+        evicted, uncertain = evicted * (1.0 + drag), uncertain * (1.0 + drag)
+    if evicted or uncertain:
+        evicted, uncertain = scale * evicted, scale * uncertain
         work_s += evicted + uncertain
-    seconds = queue_s + work_s + unproven
-    sd_s = _sd(candidate, scale * scale * priced.variance, work_s, evicted)
+    if candidate.unproven:
+        unproven = candidate.speeds.unproven_s
+    share = candidate.scale_sd / scale
+    variance = (
+        scale * scale * variance
+        + work_s * work_s * (share * share + noise)
+        + queue_sd_s * queue_sd_s
+        + _eviction_variance(candidate.gone, evicted)
+    )
     # In the order of PARTS.
     parts = (queue_s, prefill, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, evicted, uncertain, decodes, unproven)
-    return Estimate(candidate, parts, seconds, work_s, sd_s, 0.0)
+    seconds = queue_s + work_s + unproven
+    return Estimate(candidate, parts, seconds, work_s, math.sqrt(variance), 0.0, work_s)
 
 
-def _sd(candidate: Candidate, variance: float, work_s: float, evicted: float) -> float:
-    """`variance`: of the speeds and the reuse."""
-    share, noise, queue = (
-        candidate.scale_sd / candidate.scale,
-        candidate.speeds.noise_share,
-        candidate.queue_sd_s,
-    )
-    variance += work_s * work_s * (share * share + noise * noise) + queue * queue
-    gone = candidate.gone
-    if 0.0 < gone < 1.0:
-        # Evicted with this chance, or not at all: then `evicted` is that share of the whole loss.
-        variance += evicted * evicted * (1.0 - gone) / gone
-    return math.sqrt(variance)
+def _eviction_variance(gone: float, evicted: float) -> float:
+    # Evicted with this chance, or not at all: then `evicted` is that share of the whole loss.
+    return evicted * evicted * (1.0 - gone) / gone if 0.0 < gone < 1.0 else 0.0
 
 
-def _loaded(candidate: Candidate, variance: float, drag: float, unproven: float) -> Estimate:
+def _loaded(candidate: Candidate, priced: _Priced) -> Estimate:
     """Where slower tiers are used."""
-    reuse, queue_s = candidate.reuse, candidate.queue_s
+    reuse, scale, queue_s = candidate.reuse, candidate.scale, candidate.queue_s
+    unproven = candidate.speeds.unproven_s if candidate.unproven else 0.0
     plan = _plan(candidate, reuse.tiers)
     expected = plan.total
     if reuse.expected != reuse.predicted:
@@ -230,10 +252,14 @@ def _loaded(candidate: Candidate, variance: float, drag: float, unproven: float)
         uncertain = _plan(candidate, cut(reuse.tiers, at)).total - expected
     evicted = expected - plan.total
     work_s = plan.total + evicted + uncertain
-    seconds = queue_s + work_s + unproven
-    sd_s = _sd(candidate, candidate.scale**2 * variance, work_s, evicted)
+    variance = (
+        scale * scale * priced.variance
+        + work_s * work_s * ((candidate.scale_sd / scale) ** 2 + priced.noise)
+        + candidate.queue_sd_s**2
+        + _eviction_variance(candidate.gone, evicted)
+    )
     # A plan's seconds are those of steps with decodes.
-    alone = 1.0 / (1.0 + drag)
+    alone = 1.0 / (1.0 + drag_share(candidate))
     computing = plan.prefill + sum(plan.recompute)
     parts = (
         queue_s,
@@ -247,7 +273,9 @@ def _loaded(candidate: Candidate, variance: float, drag: float, unproven: float)
         computing * (1.0 - alone),
         unproven,
     )
-    return Estimate(candidate, parts, seconds, work_s, sd_s, 0.0)
+    seconds = queue_s + work_s + unproven
+    engine_s = work_s - (sum(plan.loads) - _engine_loads(plan.loads, candidate.rules))
+    return Estimate(candidate, parts, seconds, work_s, math.sqrt(variance), 0.0, engine_s)
 
 
 def _plan(candidate: Candidate, tiers: tuple[float, ...]) -> _Plan:

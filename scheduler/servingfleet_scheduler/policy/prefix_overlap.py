@@ -12,8 +12,11 @@ from .candidate import Candidate, Estimate
 from .ties import shared_first
 
 OVERLAP_WEIGHT = 3.0
+"""Of the cached share of the prompt. The three weights are llm-d's defaults."""
 QUEUE_WEIGHT = 2.0
+"""Of the shortest queue, down to 0 for the longest."""
 USAGE_WEIGHT = 2.0
+"""Of an empty cache, down to 0 for a full one."""
 TIER_WEIGHTS = (1.0, 0.8, 0.8, 0.8)
 """Of a cached token on the GPU, and beyond it."""
 

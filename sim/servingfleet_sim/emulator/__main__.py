@@ -17,7 +17,7 @@ from aiohttp import web
 from . import logs
 from .engine import Engine
 from .events import Form, HashForm, generation
-from .groups import LayerGroup, layer_group
+from .groups import STATE, LayerGroup, layer_group
 from .server import Server
 from .settings import Settings
 from .sglang_events import sglang_form
@@ -133,8 +133,10 @@ def main(
         raise click.UsageError("--engine trtllm has no host tier")
     if engine != "vllm" and (host_chunk_blocks > 1 or hash_form != HashForm.INTEGER.value):
         raise click.UsageError(f"--engine {engine} has neither chunks nor whole hashes")
-    if layer_groups and (engine != "vllm" or host_blocks):
-        raise click.UsageError("--layer-group is for --engine vllm without --host-blocks")
+    if layer_groups and engine != "vllm":
+        raise click.UsageError("--layer-group is for --engine vllm")
+    if STATE in layer_groups and host_blocks:
+        raise click.UsageError(f"--layer-group {STATE} has no host tier")
     try:
         groups = tuple(map(layer_group, layer_groups)) or (LayerGroup(),)
     except ValueError as error:

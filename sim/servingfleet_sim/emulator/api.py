@@ -38,6 +38,8 @@ class Call:
     include_usage: bool
     token_ids: bool
     """Whether the answer holds token ids, as vLLM's `return_token_ids` asks."""
+    rank: int | None = None
+    """The rank that the body names, as SGLang reads it. None: any."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,20 @@ class Reader:
             include_usage=bool(options.get("include_usage")),
             # SGLang's API has no such thing.
             token_ids=bool(fields.get("return_token_ids")) and settings.engine == "vllm",
+            rank=self._rank_field(fields) if settings.engine == "sglang" else None,
         )
+
+    def _rank_field(self, fields: Mapping[str, Any]) -> int | None:
+        named = fields.get("routed_dp_rank")
+        if named is None:
+            named = fields.get("data_parallel_rank")
+        if named is None:
+            return None
+        if type(named) is not int or not 0 <= named < self.settings.ranks:
+            raise BadRequest(
+                f"routed_dp_rank {named!r}: this engine has ranks 0 to {self.settings.ranks - 1}"
+            )
+        return named
 
     def _chat(self, fields: Mapping[str, Any]) -> tuple[int, ...]:
         messages = fields.get("messages")

@@ -63,18 +63,21 @@ class Group:
         """New blocks for a running sequence to be so long."""
         return max(0, blocks - len(lane.blocks))
 
-    def wanted_at_first(self, found: Sequence[int], blocks: int) -> int:
-        """New blocks for a waiting sequence to be so long, and those of the found ones that nobody holds."""
-        skipped = self._skipped(len(found) * self._size)
+    def wanted_at_first(self, found: Sequence[int], blocks: int, reused: int) -> int:
+        """New blocks for a waiting sequence to be so long, and those of the found ones that nobody holds.
+
+        `reused`: tokens that are not computed, found here or loaded.
+        """
+        skipped = self._skipped(reused)
         missing = max(0, blocks - max(skipped, len(found)))
         return missing + self._unheld(found[skipped:])
 
-    def adopt(self, found: Sequence[int]) -> Lane:
+    def adopt(self, found: Sequence[int], reused: int) -> Lane:
         """Begins a sequence with what was found."""
-        skipped = self._skipped(len(found) * self._size)
-        lane = Lane([NULL_BLOCK] * skipped + list(found[skipped:]))
-        self._pool.hold(_real(lane.blocks))
-        return lane
+        skipped = self._skipped(reused)
+        blocks = [NULL_BLOCK] * skipped + list(found[skipped:])
+        self._pool.hold(_real(blocks))
+        return Lane(blocks, named=len(blocks))
 
     def grow(self, lane: Lane, blocks: int) -> None:
         """Makes a sequence so long. There must be room."""
@@ -191,7 +194,7 @@ class StateGroup(Group):
     def wanted(self, lane: Lane, blocks: int) -> int:
         return min(1, super().wanted(lane, blocks))
 
-    def wanted_at_first(self, found: Sequence[int], blocks: int) -> int:
+    def wanted_at_first(self, found: Sequence[int], blocks: int, reused: int) -> int:
         return min(1, max(0, blocks - len(found))) + self._unheld(found)
 
     def grow(self, lane: Lane, blocks: int) -> None:

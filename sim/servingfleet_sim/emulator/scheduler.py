@@ -22,8 +22,9 @@ class Scheduler:
     """One rank: its sequences and its caches."""
 
     def __init__(self, limits: Limits, hash_seed: bytes) -> None:
-        if limits.host_chunks and len(limits.groups) > 1:
-            raise ValueError("a host tier takes the blocks of one group of layers")
+        states = any(spec.kind == STATE for spec in limits.groups)
+        if states and limits.host_chunks:
+            raise ValueError("a host tier keeps no states of recurrent layers")
         self.limits = limits
         self.pool = BlockPool(limits.blocks)
         self.groups = make_groups(limits.groups, limits.block_size, self.pool)
@@ -32,6 +33,7 @@ class Scheduler:
                 limits.host_chunks,
                 limits.host_chunk_blocks,
                 limits.block_size,
+                self.groups,
                 described=limits.host_described,
             )
             if limits.host_chunks
@@ -42,7 +44,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
         self._hash_seed = hash_seed
-        self._states = any(group.spec.kind == STATE for group in self.groups)
+        self._states = states
 
     @property
     def busy(self) -> bool:
@@ -78,7 +80,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.loading:
             self.loading.remove(sequence)
-            self._unpin(sequence)
+            assert self.host is not None
+            self.host.unpin(sequence)
         else:
             self.waiting.remove(sequence)
         self._finish(sequence)
@@ -231,7 +234,7 @@ class Scheduler:
         whole = self._blocks(len(sequence.tokens))
         wanted = sum(
             group.wanted_at_first(
-                blocks, min(whole, group.most(whole, self.limits.max_step_tokens))
+                blocks, min(whole, group.most(whole, self.limits.max_step_tokens)), reused
             )
             for group, blocks in zip(self.groups, found, strict=True)
         )
@@ -239,20 +242,19 @@ class Scheduler:
             return False
         blocks_then = self._blocks(target)
         wanted = sum(
-            group.wanted_at_first(blocks, blocks_then)
+            group.wanted_at_first(blocks, blocks_then, reused)
             for group, blocks in zip(self.groups, found, strict=True)
         )
         if wanted > self.pool.free - reserved:
             return False
         # All are held before any is allocated, which might take another group's.
         sequence.lanes = [
-            group.adopt(blocks) for group, blocks in zip(self.groups, found, strict=True)
+            group.adopt(blocks, reused) for group, blocks in zip(self.groups, found, strict=True)
         ]
         for group, lane in zip(self.groups, sequence.lanes, strict=True):
             group.grow(lane, blocks_then)
-        sequence.named = hit
         sequence.computed = reused
-        sequence.chunks_seen_from = sequence.chunks_seen = 0
+        sequence.chunks.clear()
         self._count(sequence, local, external)
         if external:
             assert self.host is not None
@@ -265,7 +267,8 @@ class Scheduler:
 
     def _loaded(self, sequence: Sequence) -> None:
         """The host tier has filled its blocks: they are cached now, and it may compute the rest."""
-        self._unpin(sequence)
+        assert self.host is not None
+        self.host.unpin(sequence)
         self._name(sequence, sequence.computed)
         # Still LOADING until there is a block for its next token.
         if sequence.computed == len(sequence.tokens):
@@ -330,14 +333,13 @@ class Scheduler:
     def _name(self, sequence: Sequence, tokens: int) -> None:
         """Caches and announces the blocks that the first `tokens` tokens fill."""
         full = tokens // self.limits.block_size
-        first = sequence.named
-        if full <= first:
-            return
-        boundaries = ((sequence.prompt_tokens - 1) // self.limits.block_size, sequence.junction)
+        boundaries = sequence.boundaries(self.limits.block_size)
         for group, lane in zip(self.groups, sequence.lanes, strict=True):
-            kept = group.name(lane, group.kept(first, full, boundaries), sequence.hashes)
-            self._announce(sequence, group, first, full, kept)
-        sequence.named = full
+            first = lane.named
+            if full > first:
+                kept = group.name(lane, group.kept(first, full, boundaries), sequence.hashes)
+                self._announce(sequence, group, first, full, kept)
+                lane.named = full
 
     def _announce(
         self, sequence: Sequence, group: Group, first: int, end: int, places: Iterable[int]
@@ -380,16 +382,15 @@ class Scheduler:
         for group, lane in zip(self.groups, sequence.lanes, strict=False):  # none: it waited
             group.release(lane)
         sequence.lanes = []
-        sequence.named = 0
-
-    def _unpin(self, sequence: Sequence) -> None:
-        assert self.host is not None
-        self.host.unpin(sequence, sequence.named * self.limits.block_size, sequence.computed)
 
     def _reserved(self) -> int:
         """Blocks that prompts already begun still need: a load must leave them."""
         begun = [*self.loading, *(s for s in self.running if s.computed < len(s.tokens))]
-        return sum(self._blocks(len(other.tokens)) - len(other.lanes[0].blocks) for other in begun)
+        return sum(
+            group.wanted(lane, self._blocks(len(other.tokens)))
+            for other in begun
+            for group, lane in zip(self.groups, other.lanes, strict=True)
+        )
 
     def _count(self, sequence: Sequence, local: int, external: int) -> None:
         if sequence.preemptions:

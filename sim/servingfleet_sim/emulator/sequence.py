@@ -51,6 +51,10 @@ class Lane:
     """Recurrent layers: place of the state that the step before went on from."""
     trimmed: int = 0
     """Recurrent layers: no place before this one has a block."""
+    named: int = 0
+    """How many of its blocks are in the cache under their hash, as far as their group keeps them."""
+    offered: int = 0
+    """How many of its chunks the host tier has loaded or was offered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,8 +69,6 @@ class Sequence:
     """Of every full block of `tokens`."""
     lanes: list[Lane] = field(default_factory=list)
     """Its blocks, by group of layers; none while it waits."""
-    named: int = 0
-    """How many of its blocks are in the cache under their hash, as far as their group keeps them."""
     junction: int = 0
     """Blocks of a beginning that others share, too, and that some group had not kept."""
     computed: int = 0
@@ -78,10 +80,10 @@ class Sequence:
     preemptions: int = 0
     loaded_at: float = 0.0
     """When the host tier will have filled its blocks."""
-    chunks_seen_from: int = 0
-    """First chunk of it that the host tier has loaded or was offered since it was last admitted."""
-    chunks_seen: int = 0
-    """The end of those chunks."""
+    chunks: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """What of it the host tier has loaded or was offered since it was last admitted, and in which place."""
+    loads: list[tuple[int, bytes]] = field(default_factory=list)
+    """What the host tier is loading for it."""
     _digest: bytes = b""
 
     def __post_init__(self) -> None:
@@ -112,6 +114,10 @@ class Sequence:
         drawn = hashlib.blake2b(self._digest + place.to_bytes(8, "big"), digest_size=8).digest()
         span = max(1, self.asked.vocabulary - FIRST_TOKEN)
         return FIRST_TOKEN + int.from_bytes(drawn, "big") % span
+
+    def boundaries(self, block_size: int) -> tuple[int, ...]:
+        """Lengths in blocks from which other prompts may go on."""
+        return (self.prompt_tokens - 1) // block_size, self.junction
 
     def extra_keys(self, block: int) -> tuple[str, ...] | None:
         """What enters the hash of a block beside its tokens: the adapter, and in the first the salt."""

@@ -92,6 +92,7 @@ class Server:
 
     async def _answer(self, request: web.Request, call: Call, chat: bool) -> web.StreamResponse:
         named = self._reader.rank(request.headers.get("X-data-parallel-rank"))
+        named = call.rank if named is None else named
         rank = self._engine.least_loaded() if named is None else self._engine.ranks[named]
         identity = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         prefix = "chatcmpl" if chat else "cmpl"

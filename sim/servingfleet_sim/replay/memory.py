@@ -83,10 +83,6 @@ class Memory:
         """By lane."""
         return [self.gpu, *self.tiers]
 
-    def fits(self, job: Job) -> bool:
-        """It could be held at all."""
-        return self._blocks(job.prompt + job.output) <= self.gpu.capacity
-
     def reusable(self, hashes: bytes, prompt: int) -> Reusable:
         """Of a prompt that would be admitted now."""
         unit = self.unit

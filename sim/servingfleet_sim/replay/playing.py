@@ -75,11 +75,16 @@ class Playing:
 
     def _ask(self, play: Play) -> None:
         """The client has a request to send."""
-        play.asked_at = self.clock.now
+        play.asked_at = play.since = self.clock.now
         play.hashes = play.request.blocks.packed()
         if self._first is None:
             self._first = self.clock.now
         play.seen = self.world.seen(play.hashes, play.request.prompt_tokens)
+        play.exclude = self.world.too_small(play.request)
+        if len(play.exclude) == len(self.world.relays):
+            self.counters["too_long"] += 1
+            self._end(play, "failed", "too_long")
+            return
         self._route(play)
 
     def _route(self, play: Play) -> None:
@@ -117,7 +122,7 @@ class Playing:
             exclude=[common_pb2.Target(replica=each) for each in play.exclude],
         )
         if self._options.deadlines and not math.isnan(asked.target_s):
-            left = asked.target_s - (self.clock.now - play.asked_at)
+            left = asked.target_s - (self.clock.now - play.since)
             request.deadline_s = max(0.0, left)
         if self._options.policy == ORACLE:
             target = self.world.oracle(play.hashes, asked.prompt_tokens, play.exclude)
@@ -129,8 +134,8 @@ class Playing:
         engine = self.world.engine(play.replica, play.rank)
         asked = play.request
         job = Job(play.number, asked.prompt_tokens, asked.output_tokens, play.hashes)
-        if engine is None or not engine.memory.fits(job):
-            self._failed(play, "engine_away" if engine is None else "too_long")
+        if engine is None:
+            self._failed(play, "engine_away")
             return
         play.job = job
         self._running[play.number] = play
@@ -185,9 +190,8 @@ class Playing:
         play.turned_away += 1
         again = self._options.closed_loop and play.turned_away <= self._options.retries
         if again and error.retry_s is not None:
-            self.clock.at(
-                self.clock.now + max(MIN_RETRY_S, error.retry_s), lambda: self._route(play)
-            )
+            play.since = self.clock.now + max(MIN_RETRY_S, error.retry_s)
+            self.clock.at(play.since, lambda: self._route(play))
             return
         play.replica, play.rank, play.response = "", -1, None
         self._end(play, "rejected", error.reason)

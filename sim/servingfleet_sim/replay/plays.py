@@ -23,6 +23,8 @@ class Play:
     request: Request
     hashes: bytes = b""
     asked_at: float = math.nan
+    since: float = math.nan
+    """From when its target counts: the client has come back anew where it was turned away."""
     attempts: int = 0
     turned_away: int = 0
     exclude: list[str] = field(default_factory=list)

@@ -215,7 +215,10 @@ class Relay:
                 self._to(session, "delta", each)
             self._to(session, "snapshot_end", stream_pb2.SnapshotEnd(rank=rank))
 
-        self._later(self._events.lag_s, send)
+        if self._ranks[rank].published:
+            self._later(self._events.lag_s, send)
+        else:
+            send()  # nothing is on its way that could come after
 
     def _state(self, rank: int, life: int, state: common_pb2.StreamState.ValueType) -> None:
         self._later(self._events.lag_s, lambda: self._state_now(rank, life, state))

@@ -19,6 +19,7 @@ from .memory import Job
 from .options import ORACLE, Options, settings
 from .oracle import fastest
 from .relay import MODEL, Relay
+from .traces import Request
 
 __all__ = ["MODEL", "Clients", "World"]
 
@@ -142,6 +143,15 @@ class World:
     def engine(self, replica: str, rank: int) -> RankEngine | None:
         """None: its process is away."""
         return None if replica in self._down else self._engines[replica][rank]
+
+    def too_small(self, request: Request) -> list[str]:
+        """Replicas that could never hold it: a gateway knows what each of its models takes."""
+        blocks = -(-(request.prompt_tokens + request.output_tokens) // self._unit)
+        return [
+            replica
+            for replica, engines in self._engines.items()
+            if engines[0].memory.gpu.capacity < blocks
+        ]
 
     # What is known
 

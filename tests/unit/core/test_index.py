@@ -260,3 +260,85 @@ def test_unknown_replicas_ranks_and_lanes_are_key_errors() -> None:
     for call in calls:
         with pytest.raises(KeyError):
             call()
+
+
+HOST = (1, 2, 1, 0, 0, BLOCK, False)
+
+
+def test_a_prompts_end_tells_for_how_long_it_was_not_used() -> None:
+    index, replica = index_of(GPU)
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 100.0)
+    match = only(index.match(PROMPT, 65, now=130.0))
+    assert (match.tail_tier, match.idle_s, match.turnover_s) == (1, 30.0, None)
+    index.touch(replica, 0, PROMPT, 150.0)
+    assert only(index.match(PROMPT, 65, now=130.0)).idle_s == -20.0
+    assert index.idle(replica, 0, PROMPT, 160.0) == [(4, 10.0)]
+    assert only(index.match(PROMPT, 65)).idle_s is None
+
+
+def test_blocks_held_before_anybody_told_the_time_have_none() -> None:
+    index, replica = index_of(GPU)
+    index.hold(replica, 0, 0, 1, 0, PROMPT)
+    match = only(index.match(PROMPT, 65, now=130.0))
+    assert (match.tail_tier, match.idle_s) == (1, None)
+    # Told once more, or with another confidence, is not used.
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 131.0)
+    index.hold(replica, 0, 0, 2, 0, PROMPT, 131.0)
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 131.0)
+    assert only(index.match(PROMPT, 65, now=132.0)).idle_s is None
+    index.touch(replica, 0, PROMPT, 133.0)
+    assert only(index.match(PROMPT, 65, now=134.0)).idle_s == 1.0
+
+
+def test_the_slowest_copy_decides_when_a_block_is_gone() -> None:
+    index, replica = index_of(GPU, HOST)
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 100.0)
+    index.hold(replica, 0, 1, 1, 0, PROMPT, 110.0)
+    match = only(index.match(PROMPT, 65, now=120.0))
+    assert (match.tiers, match.tail_tier, match.idle_s) == ((64, 0, 0, 0), 2, 10.0)
+
+
+def evicted(index: Index, replica: int, ages: list[float]) -> None:
+    for number, age in enumerate(ages):
+        block = packed(1000 + number)
+        index.hold(replica, 0, 0, 1, 0, block, 1000.0)
+        index.drop(replica, 0, 0, block, 1000.0 + age)
+
+
+def test_a_turnover_is_the_median_age_of_the_last_removals() -> None:
+    index, replica = index_of(GPU)
+    evicted(index, replica, [5.0] * 15)
+    assert index.turnover(replica, 0) == [(1, 15, None)]
+    evicted(index, replica, [5.0])
+    assert index.turnover(replica, 0) == [(1, 16, 5.0)]
+    evicted(index, replica, [float(age) for age in range(64)])
+    assert index.turnover(replica, 0) == [(1, 80, 32.0)]
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 2000.0)
+    assert only(index.match(PROMPT, 65, now=2001.0)).turnover_s == 32.0
+
+
+def test_what_moves_or_is_cleared_was_not_evicted() -> None:
+    index, replica = index_of(GPU, HOST)
+    for number in range(20):
+        block = packed(1000 + number)
+        index.hold(replica, 0, 0, 1, 0, block, 1000.0)
+        index.hold(replica, 0, 1, 1, 0, block, 1000.0)
+        index.drop(replica, 0, 0, block, 1010.0)
+    assert index.turnover(replica, 0) == []
+    index.drop(replica, 0, 1, packed(*range(1000, 1020)), 1030.0)
+    assert [tier for tier, _, _ in index.turnover(replica, 0)] == [2]
+    index.hold(replica, 0, 0, 1, 0, PROMPT, 1040.0)
+    index.clear(replica, 0, 0)
+    index.hold(replica, 0, 0, 1, 0, PROMPT)
+    index.drop(replica, 0, 0, PROMPT, 1050.0)  # held since nobody knows when
+    assert [tier for tier, _, _ in index.turnover(replica, 0)] == [2]
+    index.clear(replica, 0)
+    assert index.turnover(replica, 0) == []
+
+
+def test_a_credited_end_is_used_when_its_prompt_is_served() -> None:
+    index, replica = index_of(GPU)
+    index.open_credit("a", replica, 0, PROMPT, 64, 150.0)
+    index.open_credit("b", replica, 0, PROMPT, 64, 170.0)
+    match = only(index.match(PROMPT, 65, now=100.0))
+    assert (match.tail_tier, match.idle_s) == (1, -70.0)

@@ -146,3 +146,14 @@ def test_the_worst_come_first_then_by_name_in_whatever_order_they_were_seen() ->
         shuffled = random.Random(seed).sample(pods, k=4)
         found = replicas(observed(pods=shuffled, reports=[report(said.replicas)]))
         assert [each.pod.name for each in found] == ["vllm-2", "vllm-3", "vllm-1", "vllm-0"]
+
+
+def test_who_drained_a_replica_is_told_with_its_state() -> None:
+    engine = pod()
+    drained, other = stream(engine), stream(engine)
+    drained.draining_by.append("cli")
+    [found] = replicas(observed(pods=[engine], reports=[report([drained]), report([other])]))
+    assert (found.state, found.reason) == (
+        State.LIVE,
+        "gets no new requests: drained by cli",
+    )

@@ -159,12 +159,12 @@ async def test_what_adapters_the_engine_has_loaded_goes_out_with_its_load() -> N
         told: list[EngineLoad] = []
         take = pipeline.load
 
-        def load(each: EngineLoad, now: float | None = None) -> None:
-            take(each, now)
-            told.append(each)
+        def tell(load: EngineLoad, now: float | None = None) -> None:
+            take(load, now)
+            told.append(load)
             pipeline.on_output()
 
-        pipeline.load = load  # type: ignore[method-assign]
+        pipeline.load = tell  # type: ignore[method-assign]
         async with watching(engine, pipeline):
             await reached(pipeline, lambda: bool(told))
     assert (list(told[0].adapters), told[0].adapters_known) == (["sql"], True)

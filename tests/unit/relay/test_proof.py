@@ -54,8 +54,13 @@ def test_full_attention_alone_proves_nothing() -> None:
 
 def test_another_range_proves_nothing() -> None:
     assert computed(other(4), full(1, 2, 3)) == [True, False]
-    later = {"parent": 9, "group_idx": 0}
-    assert computed(stored([4], TOKENS, **later, **WINDOW), full(1, 2, 3, 4)) == [False, False]
+
+
+def test_what_begins_later_in_one_group_was_loaded_and_is_no_report() -> None:
+    tail = stored([3, 4], TOKENS[32:], parent=2, group_idx=0, **WINDOW)
+    assert computed(tail, full(1, 2, 3, 4)) == [True, True]
+    apart = stored([3, 4], TOKENS[16:48], parent=2, group_idx=0, **WINDOW)
+    assert computed(apart, full(1, 2, 3, 4)) == [False, False]
 
 
 def test_a_report_of_what_was_just_stored_is_none_of_the_store() -> None:

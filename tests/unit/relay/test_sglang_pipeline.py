@@ -58,6 +58,7 @@ def test_the_profile_says_what_a_hit_may_report() -> None:
     }
     assert [lane.unit_tokens for lane in told.lanes] == [64]
     assert told.key_form == common_pb2.KEY_FORM_TOKEN
+    assert list(told.rank_fields) == ["routed_dp_rank", "data_parallel_rank"]
 
 
 def test_tiers_are_kept_apart_and_a_clear_empties_both() -> None:

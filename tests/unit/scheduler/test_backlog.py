@@ -202,6 +202,22 @@ def test_an_idle_engine_has_begun_and_ended_all_that_was_sent_before() -> None:
     assert queue.seconds(10.0) == pytest.approx(1.1)
 
 
+def test_what_began_after_the_reading_is_not_taken_for_somebody_elses() -> None:
+    queue = Queue().send(8.0, 1000, 1000, 1000).started("d1", 10.5)
+    # When it was read, the first was computed and two waited; the first token came before the report did.
+    queue.told(read_at=10.0, running_requests=1, waiting_requests=2)
+    assert queue.seconds(11.0) == pytest.approx(2.2 - 0.5)
+    tokens = Queue().send(8.0, 1000, 1000, 1000).started("d2", 10.5)
+    tokens.told(read_at=10.0, waiting_requests=2, waiting_tokens=2000)
+    assert tokens.seconds(11.0) == pytest.approx(1.1 - 0.5)
+
+
+def test_a_report_that_is_no_newer_than_the_last_says_nothing() -> None:
+    queue = Queue().told(read_at=10.0, waiting_requests=0).send(10.5, 1000)
+    queue.told(read_at=10.0, waiting_requests=9).told(read_at=9.0, running_requests=0)
+    assert queue.seconds(10.5) == pytest.approx(1.1)
+
+
 def test_a_report_without_a_queue_says_nothing() -> None:
     queue = Queue().send(10.0, 1000).told(read_at=10.5, running_requests=7)
     assert queue.seconds(10.5) == pytest.approx(0.6)

@@ -385,7 +385,7 @@ def test_a_deadline_counts_more_than_a_pin() -> None:
     moved = scheduler.route(
         route_request(session_id="s", pin_session=True, deadline_s=1.0, first=7), 0.0
     )
-    assert (moved.target.replica, moved.pinned) == ("r2", False)
+    assert (moved.target.replica, moved.pinned, moved.propensity) == ("r2", False, 1.0)
 
 
 def test_a_session_is_where_its_request_ran_in_the_end() -> None:

@@ -42,6 +42,17 @@ def test_what_is_only_possible_is_judged_apart_from_what_is_sure() -> None:
     assert factors.unsure == pytest.approx(48_192 / 88_192)
 
 
+def test_a_loss_now_and_then_changes_nothing() -> None:
+    corrections = Corrections()
+    for number in range(200):
+        lost = number % 20 == 0
+        corrections.learn(
+            TARGET, lower=5000, predicted=5000, actual=0 if lost else 5000, now=float(number)
+        )
+        if number >= 10:
+            assert corrections.factors(TARGET, float(number)) == NONE
+
+
 def test_a_few_outcomes_change_nothing_yet() -> None:
     corrections = Corrections()
     learned(corrections, 4, lower=50_000, predicted=50_000, actual=0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2, stream_pb2
+from servingfleet_scheduler.eviction import PRIOR
 from servingfleet_scheduler.policy.candidate import Candidate
 
 from .helpers import FakeRelay, finished, hashes, hello, make_scheduler, profile, route_request
@@ -28,7 +29,7 @@ def turning_over(relay: FakeRelay, turnover_s: float) -> None:
 def seen_with(relay: FakeRelay, count: int) -> Candidate:
     """The only target, as a route of so many tokens would see it now."""
     scheduler = relay.scheduler
-    considered = scheduler._consider(route_request(count), relay.now, scheduler._rng)
+    considered = scheduler._considering.consider(route_request(count), relay.now, scheduler._rng)
     (option,) = considered.options.values()
     return option.candidate
 
@@ -39,7 +40,11 @@ def seen(relay: FakeRelay) -> Candidate:
 
 
 def busy(relay: FakeRelay) -> None:
-    relay.scheduler.route(route_request(LONG, first=5_000_000), relay.now)
+    busy_with(relay, 5_000_000)
+
+
+def busy_with(relay: FakeRelay, first: int) -> None:
+    relay.scheduler.route(route_request(LONG, first=first), relay.now)
 
 
 def fresh(*, learn: bool = True) -> FakeRelay:
@@ -194,3 +199,36 @@ def test_an_orphan_counts_with_what_was_expected_of_it() -> None:
     assert joined.disposition == routing_pb2.ReportResponse.DISPOSITION_ORPHAN_JOIN
     (row,) = other.ledger.totals.values()
     assert row.sums.expected == expected
+
+
+def test_who_waits_behind_a_prompt_finds_what_it_reuses_fresh() -> None:
+    relay = fresh()
+    turning_over(relay, 100.0)
+    relay.hold(hashes(PROMPT))
+    relay.now += 60.0
+    busy(relay)
+    # The long prompt is computed first; then this one uses what it needs again.
+    relay.scheduler.route(route_request(PROMPT), relay.now)
+    for number in range(10):
+        busy_with(relay, 6_000_000 + number * LONG)
+    behind = seen(relay)
+    assert behind.queue_s > 100.0
+    assert behind.tail is not None
+    assert -behind.queue_s < behind.tail.idle_s < -10.0
+    assert behind.gone == pytest.approx(
+        1 - PRIOR.alive(0.0, behind.queue_s + behind.tail.idle_s, 100.0)
+    )
+
+
+def test_what_is_only_credited_may_be_gone_again_when_its_sibling_is_served() -> None:
+    relay = fresh()
+    turning_over(relay, 30.0)
+    relay.scheduler.route(route_request(PROMPT), relay.now)
+    at_once = seen(relay)
+    assert at_once.reuse.lower == 0
+    assert at_once.reuse.expected == at_once.reuse.predicted == PROMPT - 16
+    for number in range(10):
+        busy_with(relay, 6_000_000 + number * LONG)
+    late = seen(relay)
+    assert late.reuse.predicted == PROMPT - 16
+    assert late.gone > 0.9

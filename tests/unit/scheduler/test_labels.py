@@ -148,7 +148,41 @@ def test_what_nobody_tells_of_is_forgotten_at_last() -> None:
         send(labels, f"silent {number}", 1.0)
     for number in range(MAX_OPEN):
         labels.first_token(f"silent {3 * MAX_OPEN - 1 - number}", 2.0 + number)
-    for number in range(3 * MAX_OPEN):
+    for number in range(MAX_OPEN):
         run(labels, f"told {number}", 10_000.0 + number, 10_000.5 + number)
-    assert len(taken(labels)) == 3 * MAX_OPEN
+    assert len(taken(labels)) == MAX_OPEN
     assert not labels.take(STEP_S)
+
+
+def test_what_others_send_is_computed_too() -> None:
+    labels = warm()
+    labels.peer_sent("peer", 1.0, 3000, 1000, 0)
+    send(labels, "a", 1.0)
+    assert taken(labels) == []
+    labels.peer_first("peer", 1.5)
+    labels.first_token("a", 1.7)
+    labels.ended("a", 2.0, 0)
+    # The peer's alone is no label, and the own one's time begins with its end.
+    assert taken(labels) == [(0.2, 1)]
+
+
+def test_others_prompts_of_the_same_step_count_as_predicted() -> None:
+    labels = warm()
+    labels.peer_sent("peer", 1.0, 3000, 1000, 0)
+    send(labels, "a", 1.0)
+    labels.first_token("a", 1.7)
+    labels.peer_first("peer", 1.704)
+    labels.ended("a", 2.0, 0)
+    (group,) = labels.take(STEP_S)
+    assert round(group.seconds, 6) == 0.7
+    assert sorted((each.prompt, each.cached) for each in group.members) == [(1000, 0), (3000, 1000)]
+
+
+def test_others_first_tokens_are_bounded_where_nothing_is_sent_from_here() -> None:
+    labels = warm()
+    for number in range(5 * MAX_OPEN):
+        labels.peer_sent(str(number), float(number), 100, 0, 0)
+        labels.peer_first(str(number), number + 0.5)
+    assert len(labels._firsts) <= 2 * MAX_OPEN
+    assert not labels._begun
+    assert not labels._waiting

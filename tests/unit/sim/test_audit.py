@@ -35,6 +35,13 @@ def removed(t: float, *blocks: int, rank: int = 0) -> dict[str, Any]:
     return {"what": "removed", "t": t, "rank": rank, "seq": 0, "medium": "GPU", "hashes": hashes}
 
 
+def windowed(row: dict[str, Any]) -> dict[str, Any]:
+    """The same of another group of layers, whose tokens are those of the whole prompt."""
+    if row["what"] == "stored":
+        row = {**row, "kind": "sliding_window", "parent": None, "tokens": list(PROMPT[:12])}
+    return {**row, "group": 1}
+
+
 def account(folder: Path, *events: dict[str, Any]) -> Account:
     path = folder / "truth.jsonl"
     rows = [
@@ -104,6 +111,18 @@ def test_a_credit_that_was_not_filled_in_time_is_one_in_flight(tmp_path: Path) -
     told = account(tmp_path, stored(1, 0), stored(15, 1, 2))
     assert cause(request(12, 4, lower=4), told) == (Cause.IN_FLIGHT, 1)
     assert cause(request(12, 4, lower=12), told) == (Cause.UNEXPLAINED, 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"), [(2, Cause.EVICTED), (1, Cause.EVICTED), (0, Cause.UNEXPLAINED)]
+)
+def test_of_layer_groups_any_may_have_lost_what_was_needed_further_along(
+    tmp_path: Path, block: int, expected: Cause
+) -> None:
+    window = windowed(stored(1, 0, 1, 2))
+    told = account(tmp_path, window, stored(1, 0, 1, 2), windowed(removed(11, block)))
+    assert list(told.names(PROMPT)) == ["h0", "h1", "h2"]
+    assert cause(request(12, 4), told) == (expected, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from servingfleet_relay.adapters import sglang
 from servingfleet_relay.load import identity_of, parse_metrics
+from servingfleet_sim.emulator.api import BadRequest, Reader
 from servingfleet_sim.emulator.engine import Engine
 from servingfleet_sim.emulator.events import GPU, Cleared, Event, Removed, Stored
 from servingfleet_sim.emulator.hicache import CPU_PINNED, LOAD_BACK_TOKENS, TieredTree
@@ -321,6 +322,28 @@ def test_the_relay_reads_every_generation(version: str) -> None:
 def test_a_release_that_it_can_not_speak_is_refused(version: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         sglang_form(version)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "rank"),
+    [
+        ("sglang", {"routed_dp_rank": 1}, 1),
+        ("sglang", {"data_parallel_rank": 1}, 1),
+        ("sglang", {"routed_dp_rank": 0, "data_parallel_rank": 1}, 0),
+        ("sglang", {}, None),
+        ("vllm", {"routed_dp_rank": 1}, None),
+    ],
+)
+def test_the_body_may_name_the_rank(engine: Any, fields: dict[str, int], rank: int | None) -> None:
+    reader = Reader(Settings(limits=LIMITS, speed=INSTANT, engine=engine, ranks=2))
+    assert reader.completion({"prompt": [1], **fields}).rank == rank
+
+
+@pytest.mark.parametrize("named", [2, -1, "1", True])
+def test_a_rank_that_is_none_is_refused(named: object) -> None:
+    reader = Reader(Settings(limits=LIMITS, speed=INSTANT, engine="sglang", ranks=2))
+    with pytest.raises(BadRequest, match="ranks 0 to 1"):
+        reader.completion({"prompt": [1], "routed_dp_rank": named})
 
 
 async def test_the_server_answers_as_sglang_does() -> None:

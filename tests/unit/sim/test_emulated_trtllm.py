@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from servingfleet_relay.answers import parse_metrics
 from servingfleet_sim.emulator.engine import Engine
 from servingfleet_sim.emulator.pull import PullBuffer
 from servingfleet_sim.emulator.radix_scheduler import TRTLLM
@@ -138,6 +139,12 @@ async def test_the_server_answers_each_event_once() -> None:
             async with http.get("/metrics") as response:
                 (stats,) = await response.json()
             assert stats["kvCacheStats"]["maxNumBlocks"] == 64
+            async with http.get("/prometheus/metrics") as response:
+                found = parse_metrics(await response.text(), (0, 1))
+            assert (found.engine, found.gpu_blocks) == ("trtllm", 64)
+            load = found.loads[0]
+            assert (load.running_requests, load.waiting_requests) == (0, 0)
+            assert load.HasField("kv_usage")
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

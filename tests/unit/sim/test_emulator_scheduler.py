@@ -93,7 +93,21 @@ HYBRID = st.builds(
     ),
     **SIZES,
 )
-LIMITS = st.one_of(ALIKE, HYBRID)
+OFFLOADED = st.builds(
+    Limits,
+    blocks=st.integers(20, 40),
+    host_chunks=st.sampled_from([4, 12, 40]),
+    host_chunk_blocks=st.integers(1, 2),
+    host_described=st.booleans(),
+    groups=st.sampled_from(
+        [
+            (LayerGroup(WINDOW, 6), LayerGroup()),
+            (LayerGroup(), LayerGroup(WINDOW, 9), LayerGroup(WINDOW, 17)),
+        ]
+    ),
+    **SIZES,
+)
+LIMITS = st.one_of(ALIKE, HYBRID, OFFLOADED)
 
 
 def check(scheduler: Scheduler, copies: Copies) -> None:
@@ -112,7 +126,8 @@ def check(scheduler: Scheduler, copies: Copies) -> None:
     for number, content in enumerate(contents):
         assert copies.held[GPU, number] == Counter(content)
     if scheduler.host is not None:
-        assert copies.held[CPU, 0] == Counter(scheduler.host.content())
+        for number, _ in enumerate(contents):
+            assert copies.held[CPU, number] == Counter(scheduler.host.content(number))
 
 
 @settings(max_examples=150, deadline=None)

@@ -63,6 +63,17 @@ def test_means_are_those_of_the_shape() -> None:
     assert abs(fmean(gaps) - shape.think_s) < 0.2
 
 
+def test_models_have_their_shares_and_say_nothing_else() -> None:
+    shape = replace(SHAPE, seconds=1000.0, models=(("a", 0.75), ("b", 0.25)))
+    played = list(sessions(shape, 5))
+    counts = Counter(session.model for session in played)
+    assert abs(counts["b"] / len(played) - 0.25) < 0.05
+    alone = sessions(replace(shape, models=SHAPE.models), 5)
+    assert [session.turns for session in played] == [session.turns for session in alone]
+    again = list(sessions(replace(shape, seconds=100.0), 5))
+    assert [each.model for each in again] == [each.model for each in played[: len(again)]]
+
+
 def test_the_first_system_prompt_is_the_most_popular() -> None:
     counts = Counter(session.system for session in sessions(replace(SHAPE, seconds=2000.0), 6))
     assert counts.most_common(1)[0][0] == 0

@@ -211,13 +211,47 @@ def test_a_request_whose_engine_dies_goes_elsewhere() -> None:
     rests(playing)
 
 
-def test_a_request_that_fails_everywhere_is_given_up() -> None:
-    spec = fleet(pool(replicas=4, gpu_tokens=160))
-    run = simulate(trace([(0.0, 200, 1, "abc")]), spec, CALM, seed=1)
+def test_a_request_goes_only_where_it_could_be_held() -> None:
+    small, large = pool(replicas=3, gpu_tokens=160), pool("large", gpu_tokens=320)
+    rows = [(float(at), prompt, 1, "") for at, prompt in enumerate([200, 200, 200, 400])]
+    playing = played(trace(rows), fleet(small, large))
+    run = playing.run(0.0)
+    assert [each.replica for each in run.outcomes] == ["large-0"] * 3 + [""]
+    last = run.outcomes[3]
+    assert (last.fate, last.reason, last.actual) == ("failed", "too_long", 0)
+    assert math.isnan(last.ttft_s)
+    assert run.counters == {"too_long": 1}
+    assert run.scheduler_sums[0].decisions == 3
+    rests(playing)
+
+
+def test_a_request_is_given_up_when_every_attempt_met_a_dead_engine() -> None:
+    spec = pool(replicas=4)
+    failures = tuple(FailureSpec(at=0.5, replica=f"plain-{n}", for_s=9.0) for n in range(4))
+    # Nobody knows yet that they are away.
+    events = EventsSpec(lag_s=2.0)
+    run = simulate(
+        trace([(1.0, 100, 1, "")]),
+        FleetSpec(pools=(spec,), events=events, failures=failures),
+        CALM,
+        1,
+    )
     (only,) = run.outcomes
-    assert (only.fate, only.reason, only.actual) == ("failed", "too_long", 0)
-    assert math.isnan(only.ttft_s)
-    assert run.counters == {"too_long": 3}
+    assert (only.fate, only.reason) == ("failed", "engine_away")
+    assert run.counters == {"engine_away": 3}
+
+
+def test_a_client_in_a_closed_loop_comes_back_when_it_was_told_to() -> None:
+    rows = [(0.0, 500, 1, ""), (0.001, 500, 1, ""), (0.002, 500, 1, "")]
+    requests = [
+        replace(each, session=f"s{number}", target_s=0.35)
+        for number, each in enumerate(trace(rows))
+    ]
+    run = simulate(requests, fleet(pool(), events=NOW), replace(CALM, closed_loop=True), seed=1)
+    assert [each.fate for each in run.outcomes] == ["finished"] * 3
+    assert run.counters["refused_deadline_unreachable"] >= 1
+    # Its wait counts from when it first came.
+    assert max(each.ttft_s for each in run.outcomes) > 0.35
 
 
 def test_in_a_closed_loop_a_turn_is_sent_when_its_client_has_thought_about_the_answer() -> None:
@@ -263,7 +297,7 @@ def test_schedulers_that_hear_of_gpu_memory_only_predict_no_other() -> None:
 
 def test_schedulers_disagree_by_what_one_has_sent_and_the_other_has_not_heard_of() -> None:
     spec = fleet(pool(), schedulers=2, events=EventsSpec(lag_s=5.0, link_s=2.0))
-    requests = trace([(0.0, 100, 1, "abcdef"), (0.05, 100, 1, "abcxyz"), (20.0, 100, 1, "abc")])
+    requests = trace([(0.0, 100, 1, "abcdef"), (0.01, 100, 1, "abcxyz"), (20.0, 100, 1, "abc")])
     run = simulate(requests, spec, replace(CALM, compare_every=1), seed=1)
     # Of the second prompt one scheduler counts on the first's 3 blocks, the other knows of none; of the third both know.
     disagreement = run.disagreement
