@@ -210,10 +210,12 @@ def _run(table: Table, traces: Path | None, jobs: int | None) -> None:
     command += ["--html", str(_report(table).with_suffix(".html")), "--progress"]
     if jobs is not None:
         command += ["--jobs", str(jobs)]
+    _report(table).unlink(missing_ok=True)
     began = time.monotonic()
     print(f"{table.name}: servingfleet replay {table.arguments}", flush=True)
     done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, cwd=HERE.parent)
-    if done.returncode not in (0, DIFFERS):
+    # A command that broke ends with 1, too.
+    if done.returncode not in (0, DIFFERS) or not _report(table).exists():
         raise SystemExit(f"{table.name}: servingfleet replay ended with {done.returncode}")
     differs = "; a ledger DIFFERS from what clients saw" if done.returncode == DIFFERS else ""
     print(f"  {time.monotonic() - began:.0f} s{differs}", flush=True)

@@ -12,7 +12,10 @@ SOURCE = Path(__file__).parents[1] / "scheduler" / "servingfleet_scheduler"
 SECTIONS = {
     "Speeds, until outcomes tell better": ("policy/speeds.py", ("Speeds",)),
     "Choosing": ("policy/cost.py", ()),
+    "What others wait": ("policy/estimate.py", ()),
+    "Traffic": ("traffic.py", ()),
     "Work ahead": ("backlog.py", ()),
+    "Room in the cache": ("room.py", ()),
     "Labels": ("labels.py", ()),
     "Which outcomes teach": ("learner.py", ()),
     "Learning": ("learning.py", ()),

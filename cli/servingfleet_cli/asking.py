@@ -187,12 +187,14 @@ def explain(scheduler: Scheduler, output: str, **asked: Any) -> None:
                 c.prediction.upper,
                 *(f"{terms[name]:.4f}" if name in terms else "" for name in names),
                 f"{c.estimated_ttft_s:.4f}",
+                f"{c.estimated_sd_s:.4f}",
+                f"{c.others_s:.4f}",
                 c.refused,
             ]
         )
     columns = ["", "replica", ">rank", "stream", ">predicted", ">lower", ">upper"]
     title = f"{request.model}: {answer.policy}, {_basis(answer.basis)}"
-    columns += [*(f">{name} s" for name in names), ">TTFT s", "refused"]
+    columns += [*(f">{name} s" for name in names), ">TTFT s", ">±", ">others s", "refused"]
     console().print(table(title, columns, rows))
 
 

@@ -27,6 +27,7 @@ class Choices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     credit: bool = True
     learn: bool = True
     price_tiers: bool = True
+    price_others: bool = True
     tell_tiers: bool = True
     schedulers: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
     lag: _Seconds | None = None
@@ -47,6 +48,7 @@ class Choices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             credit=self.credit,
             learn=self.learn,
             price_tiers=self.price_tiers,
+            price_others=self.price_others,
             tell_tiers=self.tell_tiers,
             quantile=self.quantile,
             explore_share=self.explore,

@@ -146,21 +146,37 @@ async def _tell(
     draining: Mapping[str, bool],
     metadata: tuple[tuple[str, str], ...],
 ) -> str:
-    """Tells a scheduler what it does not know yet of who drains. Returns why it could not be told; empty: it was."""
+    """Tells a scheduler what it does not know yet of who drains; `known` then says it too.
+
+    Returns why it could not be told; empty: it was.
+    """
     news = [
-        fleet_pb2.SetDrainingRequest(
-            replica=each.replica, draining=draining[each.replica], by=names.DRAINER
-        )
+        each
         for each in known.replicas
         if draining.get(each.replica) not in (None, names.DRAINER in each.draining_by)
     ]
-    try:
-        await asyncio.gather(*(stub.SetDraining(each, metadata=metadata) for each in news))
-    except grpc.aio.AioRpcError as error:
-        # A replica that it has forgotten since: next time it is not in the list.
-        if error.code() != grpc.StatusCode.NOT_FOUND:
-            return f"{error.code().name}: {error.details()}"
-    return ""
+    answers = await asyncio.gather(
+        *(
+            stub.SetDraining(
+                fleet_pb2.SetDrainingRequest(
+                    replica=each.replica, draining=draining[each.replica], by=names.DRAINER
+                ),
+                metadata=metadata,
+            )
+            for each in news
+        ),
+        return_exceptions=True,
+    )
+    untold = ""
+    for each, answer in zip(news, answers, strict=True):
+        if isinstance(answer, fleet_pb2.SetDrainingResponse):
+            each.draining_by[:] = answer.draining_by
+        elif not isinstance(answer, grpc.aio.AioRpcError):
+            raise answer
+        # Else a replica that it has forgotten since: next time it is not in the list.
+        elif answer.code() != grpc.StatusCode.NOT_FOUND:
+            untold = f"{answer.code().name}: {answer.details()}"
+    return untold
 
 
 def _channel(target: str, caller: Caller) -> grpc.aio.Channel:

@@ -141,15 +141,15 @@ class _Reading:
             if rank in self._finished
         }
 
-    def _rank(self, labels: dict[str, str], *, all_ranks: bool) -> int | None:
+    def _rank(self, labels: dict[str, str]) -> int | None:
         label = next((labels[name] for name in _RANK if labels.get(name)), "")
-        if not label and all_ranks and len(self._ranks) > 1:
+        if not label and len(self._ranks) > 1:
             return None  # one figure for several ranks
         rank = int(label) if label.isdecimal() else self._ranks[0]
         return rank if rank in self._ranks else None
 
     def _count(self, name: str, labels: dict[str, str], value: float) -> None:
-        rank = self._rank(labels, all_ranks=True)
+        rank = self._rank(labels)
         if rank is None or not math.isfinite(value) or not 0 <= value < 2**63:
             return
         counted, sign = (
@@ -158,7 +158,7 @@ class _Reading:
         counted[rank] = counted.get(rank, 0.0) + sign * value
 
     def _load(self, name: str, labels: dict[str, str], value: float) -> None:
-        rank = self._rank(labels, all_ranks=False)
+        rank = self._rank(labels)
         if rank is None or not math.isfinite(value) or not 0 <= value < 2**32:
             return
         load = self.loads.setdefault(rank, EngineLoad(rank=rank))
@@ -237,9 +237,11 @@ def adapters_of(models: Any, engine: str) -> tuple[str, ...] | None:
     names = [row["id"] for row in rows if row.get("parent") and isinstance(row.get("id"), str)]
     if not rows or len(names) > MAX_ADAPTERS or not (names or engine == "vllm"):
         return None
-    if any(len(name.encode(errors="replace")) > MAX_ADAPTER_BYTES for name in names):
+    # Half a surrogate pair is no text: no request can name such an adapter, and no message can tell of it.
+    told = {name for name in names if name.encode(errors="ignore").decode() == name}
+    if any(len(name.encode()) > MAX_ADAPTER_BYTES for name in told):
         return None
-    return tuple(sorted(set(names)))
+    return tuple(sorted(told))
 
 
 def loads_of(answer: Any, ranks: tuple[int, ...]) -> dict[int, EngineLoad]:

@@ -147,7 +147,7 @@ class EngineHttp:
     async def _json(self, path: str, method: str = "GET", **request: Any) -> Any:
         try:
             return httpx.Response(200, content=await self._get(path, method, **request)).json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ScrapeFailed(f"{path} is no JSON: {error}"[:200]) from error
 
     async def _get(
@@ -215,14 +215,20 @@ async def watch_engine(
                 if clock() - adapters_at >= ADAPTERS_S:
                     adapters_at = clock()
                     pipeline.engine_adapters(await engine.adapters(identity.engine))
+                told: list[EngineLoad] = []
                 if identity.engine == "sglang":
-                    for load in await _optional_loads(engine, ranks):
-                        pipeline.load(load, clock())
+                    told = await _optional_loads(engine, ranks)
+                for load in told:
+                    pipeline.load(load, clock())
                 metrics = await _metrics(engine, identity, pipeline.settings)
                 if metrics.started is not None and metrics.started != started:
                     started = metrics.started
                     pipeline.engine_started(started - wall_clock() + clock(), clock())
                     identity, proven = await _identify(engine, pipeline, clock), None
+                # Metrics know nothing of waiting tokens: they add to what was told, and replace none of it.
+                for load in told:
+                    if load.rank in metrics.loads:
+                        metrics.loads[load.rank].MergeFrom(load)
                 _tell(pipeline, metrics, clock())
                 idle = canary is None or canary.done()
                 if rng is not None and idle and proven != identity and pipeline.unit_tokens:

@@ -139,7 +139,7 @@ class Pipeline:
         """The engine's load, just read. `now`: None says nothing of how its cache is used over time."""
         source = self._ranks.get(load.rank)
         if self._adapters is not None:
-            load.adapters.extend(self._adapters)
+            load.adapters[:] = self._adapters
             load.adapters_known = True
         if source is not None and now is not None and load.HasField("kv_usage"):
             source.monitor.usage(load.kv_usage, now)

@@ -173,9 +173,9 @@ class _View:
             )
             queue = queue.at_least(memory_s)
         state = replica.state(rank)
-        tail = None
-        if match is not None and match.tail_tier and self._memory is None:
-            tail = self._expectations.tail(replica, rank, match, queue.seconds, self._now)
+        expected, tail = 0.0, None
+        if match is not None and self._memory is None:
+            expected, tail = self._expected(replica, rank, match, queue.seconds)
         pace = rank.pace or self._learner.pace(replica, rank)
         pool, factor = pace.pool, pace.factor
         arrivals_per_s, busy = rank.traffic.read(self._now)
@@ -183,7 +183,7 @@ class _View:
         return Candidate(
             replica.name,
             rank.number,
-            self._reuse(replica, rank, match, tail)
+            self._reuse(replica, match, expected)
             if self._memory is None
             else self._remembered(self._memory, replica, rank),
             queue.seconds,
@@ -221,7 +221,7 @@ class _View:
             prompt.prompt_tokens, 0, tokens, prompt.prompt_tokens, tokens, (tokens, 0, 0, 0)
         )
 
-    def _reuse(self, replica: Replica, rank: Rank, match: Match | None, tail: Tail | None) -> Reuse:
+    def _reuse(self, replica: Replica, match: Match | None, expected: float) -> Reuse:
         prompt = self._prompt
         reuse = self._nothing
         if match is not None:
@@ -230,7 +230,7 @@ class _View:
                 match.lower,
                 match.predicted,
                 match.upper,
-                self._expected(replica, rank, match, tail),
+                expected,
                 match.tiers,
             )
         if self._named and (
@@ -241,7 +241,14 @@ class _View:
             return reuse._replace(upper=prompt.prompt_tokens)
         return reuse
 
-    def _expected(self, replica: Replica, rank: Rank, match: Match, tail: Tail | None) -> float:
+    def _expected(
+        self, replica: Replica, rank: Rank, match: Match, ahead_s: float
+    ) -> tuple[float, Tail | None]:
+        """Tokens to count on, and where they end."""
+        tail = None
+        if match.tail_tier:
+            tail = self._expectations.tail(replica, rank, match, ahead_s, self._now)
+
         def stretches() -> Stretches:
             hashes = self._prompt.hashes(replica.pairs)
             return self._fleet.idle(replica, rank.number, hashes, self._now)

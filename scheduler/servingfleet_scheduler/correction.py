@@ -101,10 +101,6 @@ class Corrections:
             self._factor(kept, known.unsure_found, known.unsure),
         )
 
-    def forget(self, target: tuple[str, int]) -> None:
-        """What was learned of it no longer counts."""
-        self._known.pop(target, None)
-
     def __len__(self) -> int:
         return len(self._known)
 

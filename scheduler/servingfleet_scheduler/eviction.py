@@ -45,6 +45,9 @@ MAX_SHIFT = math.log(10.0)
 SHARPNESS_BOUNDS = (0.2, 3.0)
 """Times 1 / g: between a curve that says next to nothing and a step."""
 
+LOSS_PRIOR_TOKENS = 8192.0
+"""Loss foreseen, in tokens, for which it is believed that all of it comes true: a handful of prompts."""
+
 BINS = 10
 """Of the reliability that is published."""
 MAX_KEYS = 256
@@ -67,6 +70,8 @@ class Tail(NamedTuple):
     turnover_s: float
     gone: float
     """Chance that it is evicted by then."""
+    loss: float = 0.0
+    """Tokens of the prediction that are lost by then, on average, if all that one chance speaks of goes at once."""
 
 
 class Inserted:
@@ -167,6 +172,7 @@ class Calibration:
         # A cache may turn over within one tick of the clock.
         turnover_s = max(turnover_s, LEAST_IDLE_S)
         spread = SHORT_SPREAD if turnover_s < SHORT_TURNOVER_S else SPREAD
+        turnover_s = max(turnover_s, LEAST_IDLE_S)
         before = max(idle_s, LEAST_IDLE_S) / turnover_s
         after = max(idle_s + ahead_s, LEAST_IDLE_S) / turnover_s
         log_before, log_after = math.log(before), math.log(after)
@@ -178,6 +184,27 @@ class Calibration:
             (dead_before - dead_after) / spread,
             (dead_before * log_before - dead_after * log_after) / spread,
         )
+
+
+class Losses:
+    """What share of the loss foreseen comes true: engines evict a prompt from its end, block by block, so that of one
+    whose end is gone the rest may still be there."""
+
+    __slots__ = ("_foreseen", "_lost")
+
+    def __init__(self) -> None:
+        self._lost = self._foreseen = 0.0
+
+    @property
+    def share(self) -> float:
+        """At most 1: what else is lost is no matter of eviction."""
+        share = (self._lost + LOSS_PRIOR_TOKENS) / (self._foreseen + LOSS_PRIOR_TOKENS)
+        return min(1.0, share)
+
+    def learn(self, foreseen: float, lost: float) -> None:
+        """Of one prompt, in tokens."""
+        self._lost = (1 - FORGET) * self._lost + lost
+        self._foreseen = (1 - FORGET) * self._foreseen + foreseen
 
 
 PRIOR = Calibration()
@@ -207,6 +234,7 @@ class Evictions:
     def __init__(self, *, learn: bool) -> None:
         self._learn = learn
         self._calibrations: dict[tuple[str, int], Calibration] = {}
+        self._losses: dict[tuple[str, int], Losses] = {}
         self.reliability: dict[tuple[str, int], Reliability] = {}
         """By (pool, tier)."""
 
@@ -214,12 +242,19 @@ class Evictions:
         """The curve that holds there now."""
         return self._calibrations.get(self._key(pool, tier), PRIOR)
 
-    def learn(self, pool: str, tail: Tail, gone: bool) -> None:
-        """A prediction's end turned out to be gone, or was there."""
+    def loss_share(self, pool: str, tier: int) -> float:
+        """What share of the loss foreseen comes true."""
+        losses = self._losses.get(self._key(pool, tier))
+        return 1.0 if losses is None else losses.share
+
+    def learn(self, pool: str, tail: Tail, gone: bool, lost: int = 0) -> None:
+        """A prediction's end turned out to be gone, or was there; `lost`: tokens that were not."""
         key = self._key(pool, tail.tier)
         self.reliability.setdefault(key, Reliability()).add(tail.gone, gone)
         if self._learn:
             self._calibrations.setdefault(key, Calibration()).learn(tail, gone)
+            if tail.loss > 0.0:
+                self._losses.setdefault(key, Losses()).learn(tail.loss, lost)
 
     def _key(self, pool: str, tier: int) -> tuple[str, int]:
         known = (pool, tier) in self.reliability or len(self.reliability) < MAX_KEYS

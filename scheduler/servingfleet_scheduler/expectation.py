@@ -51,18 +51,22 @@ class Expectations:
         stretches: Callable[[], Stretches],
         block_tokens: int,
         now: float,
-    ) -> float:
-        """Tokens to count on. `stretches`: of blocks from the first on, with their idle times; asked for if need be."""
+    ) -> tuple[float, Tail | None]:
+        """Tokens to count on; and the tail, with the loss foreseen. `stretches`: of blocks from the first on, with their
+        idle times; asked for if need be."""
         expected = float(match.predicted)
         if tail is not None and tail.gone > 0.0:
-            expected = self._surviving(replica, tail, stretches(), match.predicted, block_tokens)
+            surviving = self._surviving(replica, tail, stretches(), match.predicted, block_tokens)
+            tail = tail._replace(loss=match.predicted - surviving)
+            pool = replica.labels.get(POOL_LABEL, "")
+            expected -= tail.loss * self.evictions.loss_share(pool, tail.tier)
         if self._learn:
             factors = self.corrections.factors((replica.name, rank.number), now)
             if factors != NONE:
                 unsure = match.predicted - match.lower
                 worth = factors.sure * match.lower + factors.unsure * unsure
                 expected *= worth / max(1, match.predicted)
-        return expected
+        return expected, tail
 
     def learn(
         self,
@@ -77,7 +81,8 @@ class Expectations:
         if tail is not None:
             unit = max((lane.unit_tokens for lane in replica.profile.lanes), default=0)
             pool = replica.labels.get(POOL_LABEL, "")
-            self.evictions.learn(pool, tail, actual + unit < reuse.predicted)
+            lost = max(0, reuse.predicted - actual)
+            self.evictions.learn(pool, tail, lost > unit, lost)
         if self._learn and reuse.predicted and (tail is None or tail.gone < AT_RISK):
             self.corrections.learn(
                 (replica.name, rank),

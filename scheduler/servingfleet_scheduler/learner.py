@@ -120,11 +120,6 @@ class Learner:
         if own is not None and own[1].pace is not None:
             own[1].pace.labels.lost(decision_id, now)
 
-    def unclear(self, replica: Replica, rank: Rank, until: float) -> None:
-        """Something of which only another scheduler knows ran there until then."""
-        if rank.pace is not None:
-            rank.pace.labels.unclear(until)
-
     # Inside
 
     def _pool(self, replica: Replica) -> Pool:

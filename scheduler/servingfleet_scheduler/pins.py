@@ -24,7 +24,8 @@ class Pins:
 
     def __init__(self, key: bytes, *, most: int, ttl_s: float) -> None:
         """`key`: the fleet's. `ttl_s`: seconds after its last request in which a session is remembered."""
-        self._key = hashlib.sha256(key).digest()
+        short = hashlib.sha256(key).digest()
+        self._named = hashlib.blake2b(digest_size=8, key=short, person=b"session")
         self._most = most
         self._ttl_s = ttl_s
         self._pins: OrderedDict[int, Pin] = OrderedDict()
@@ -36,7 +37,7 @@ class Pins:
         """The session's 64-bit name among the schedulers; 0: it is none."""
         if not session_id:
             return 0
-        named = hashlib.blake2b(digest_size=8, key=self._key, person=b"session")
+        named = self._named.copy()
         # The model first, by its length: no other split of the two gives the same bytes.
         named.update(f"{len(model)}:{model}{session_id}".encode())
         return int.from_bytes(named.digest(), "little") or 1

@@ -12,13 +12,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from servingfleet_protos.v1 import stream_pb2, stream_pb2_grpc
 from tests.cluster.cluster import Cluster, Object, until
 from tests.cluster.operators import (
     Operators,
@@ -28,6 +32,7 @@ from tests.cluster.operators import (
     condition,
     fleet,
 )
+from tests.unit.scheduler.helpers import hello
 
 MOUNTS = {
     "/etc/servingfleet/config": ("configmap", "demo-scheduler"),
@@ -281,3 +286,57 @@ def test_the_operator_that_leads_next_keeps_asking(
     scheduler.end()
     found = await_condition(cluster, namespace, "Ready", "False")
     assert found["reason"] == "SchedulerNotAnswering"
+
+
+@contextmanager
+def relay(scheduler: Scheduler, pod: str) -> Iterator[None]:
+    """A relay's stream in the name of a pod, with the token that the pod would have."""
+    cluster, namespace = scheduler.cluster, scheduler.namespace
+    token = cluster.kubectl(
+        *("create", "token", "default", "-n", namespace),
+        *("--audience", f"servingfleet.dev/{namespace}/demo/relay"),
+        *("--bound-object-kind=Pod", f"--bound-object-name={pod}"),
+    )
+    uid = cluster.get("pod", pod, "-n", namespace)["metadata"]["uid"]
+    authority = cluster.get("configmap", "demo-client", "-n", namespace)["data"]["ca.crt"]
+    over = threading.Event()
+
+    def messages() -> Iterator[stream_pb2.RelayMessage]:
+        yield stream_pb2.RelayMessage(hello=hello(uid, model="m"))
+        over.wait()
+
+    with grpc.secure_channel(
+        f"{scheduler.address}:7070",
+        grpc.ssl_channel_credentials(authority.encode()),
+        [("grpc.ssl_target_name_override", f"demo-scheduler.{namespace}.svc")],
+    ) as channel:
+        call = stream_pb2_grpc.RelayIntakeStub(channel).Stream(
+            messages(), metadata=(("authorization", f"Bearer {token.strip()}"),)
+        )
+        assert next(call).HasField("welcome")
+        try:
+            yield
+        finally:
+            over.set()
+            call.cancel()
+
+
+def test_a_pod_that_is_marked_gets_no_new_requests_until_the_mark_is_gone(
+    cluster: Cluster, namespace: str, scheduler: Scheduler
+) -> None:
+    scheduler.start()
+    scheduler.say_ready()
+    cluster.apply(engine(namespace, "marked"))
+    await_condition(cluster, namespace, "Ready", "True")
+
+    def drained() -> bool:
+        status = cluster.get("servingfleet", "demo", "-n", namespace)["status"]
+        [replica] = status["replicas"]
+        return "drained by operator" in replica.get("stateReason", "")
+
+    mark = ("annotate", "pod", "marked", "-n", namespace)
+    with relay(scheduler, "marked"):
+        cluster.kubectl(*mark, "servingfleet.dev/drain=true")
+        until(drained, "the mark to be seen")
+        cluster.kubectl(*mark, "servingfleet.dev/drain-")
+        until(lambda: not drained(), "the mark to be seen gone")

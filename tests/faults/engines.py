@@ -113,15 +113,18 @@ class Engine:
 
 
 async def reached(
-    holds: Callable[[], Any], what: str, found: Callable[[], str] = lambda: "nothing"
+    holds: Callable[[], Any],
+    what: str,
+    found: Callable[[], str] = lambda: "nothing",
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Waits for a condition of other processes."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while not await holds():  # noqa: ASYNC110 - another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}; last {found()}") from None
+        raise AssertionError(f"waited {patience_s:.0f} s for {what}; last {found()}") from None
 
 
 async def killed(process: Process | None) -> None:

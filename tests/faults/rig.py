@@ -211,6 +211,7 @@ class Rig:
         scheduler: Scheduler,
         *engines: Engine,
         states: Collection[int] = (LIVE,),
+        patience_s: float = PATIENCE_S,
     ) -> Replicas:
         """Waits until the scheduler has all that these engines (by default all) published, and nothing is open."""
         watched = engines or tuple(self.engines.values())
@@ -232,7 +233,7 @@ class Rig:
             expected = {each.name: dict(each.account.published) for each in watched}
             return f"published: {expected}; seen: {[_shown(each) for each in seen[0].replicas]}"
 
-        await reached(quiet, "a quiet fleet", found)
+        await reached(quiet, "a quiet fleet", found, patience_s)
         return {each.replica: each for each in seen[0].replicas}
 
     async def no_wrong_credit(
@@ -277,9 +278,11 @@ class Rig:
                     assert said.lower <= sent.cached <= said.upper
         await self.settled(scheduler, *engines, states=states)
 
-    async def recovered(self, scheduler: Scheduler, *engines: Engine) -> None:
+    async def recovered(
+        self, scheduler: Scheduler, *engines: Engine, patience_s: float = PATIENCE_S
+    ) -> None:
         """All that must hold again after a fault."""
-        await self.settled(scheduler, *engines)
+        await self.settled(scheduler, *engines, patience_s=patience_s)
         assert await self.no_wrong_credit(scheduler, *engines) > 0
         await self.proven_by_requests(scheduler, *engines)
 

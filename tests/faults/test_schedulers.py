@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from servingfleet_protos.v1 import fleet_pb2, routing_pb2
+from servingfleet_scheduler.settings import SchedulerSettings
 from tests.faults.conftest import Stopwatch
 from tests.faults.engines import MODEL, Engine, killed, stopped
 from tests.faults.network import cable_to
@@ -97,7 +98,8 @@ async def test_requests_go_on_when_one_of_two_schedulers_dies(
     answer = await rig.report(lives, open_decision)
     assert answer.disposition == routing_pb2.ReportResponse.DISPOSITION_ORPHAN_JOIN
     await rig.traffic(15, lives)
-    await rig.recovered(lives)
+    # What it dispatched in its last moments, and nobody got an answer for, ends by time.
+    await rig.recovered(lives, patience_s=SchedulerSettings().credit_ttl_s + PATIENCE_S)
     await rig.ledger_is_the_recount(lives)
 
     with stopwatch.measure("the killed one of two restarted: warm"):

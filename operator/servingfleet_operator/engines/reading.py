@@ -70,7 +70,13 @@ class Reading:
         self.events = self._unread(ports.events)
         self.replay = Socket(ports.replay, exposed=self.events.exposed) if ports.replay else None
         self.http_port, self.ranks = ports.http, self.pool.ranks
-        self.pull = self.pool.events_from == EventsFrom.RELAY_PULLS
+        wanted = self.pool.events_from == EventsFrom.RELAY_PULLS
+        self.pull = wanted and self.kind in (Engine.AUTO, Engine.TENSORRT_LLM)
+        if wanted and not self.pull:
+            self.found(
+                "EventsNotPullable",
+                f"is {self.kind}, whose events can't be pulled: set eventsFrom of pool {self.pool.name} to auto",
+            )
 
     @property
     def name(self) -> str:

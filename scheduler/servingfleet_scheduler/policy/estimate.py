@@ -17,7 +17,7 @@ from .rules import UNKNOWN, LoadRule, Overlap, Rules
 from .speeds import PRIOR_SHARE, Speeds
 
 _NOTHING = (0.0, 0.0, 0.0)
-BUSIEST = 0.8
+BUSIEST_SHARE = 0.8
 """Share of its time that a rank counts as busy at most: beyond it prompts go elsewhere instead of queueing on."""
 _WIDTH_SD = 1 / math.sqrt(12.0)
 """Standard deviation of what may lie anywhere between two ends, as a share of their distance."""
@@ -89,7 +89,7 @@ def others_seconds(estimate: Estimate) -> float:
     candidate = estimate.candidate
     if not candidate.arrivals_per_s:
         return 0.0
-    busy_s = (candidate.queue_s + estimate.engine_s) / (1.0 - min(candidate.busy, BUSIEST))
+    busy_s = (candidate.queue_s + estimate.engine_s) / (1.0 - min(candidate.busy, BUSIEST_SHARE))
     return estimate.engine_s * candidate.arrivals_per_s * busy_s
 
 

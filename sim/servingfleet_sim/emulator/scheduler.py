@@ -8,12 +8,10 @@ sequence that finds no block takes those of the youngest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
-from .events import Stored
-from .groups import STATE, Group, longest, make_groups
+from .caches import Caches
+from .groups import STATE
 from .host import HostTier
-from .pool import BlockPool
 from .sequence import Phase, Sequence
 from .steps import Counters, Limits, Outcome, Step, Work
 
@@ -26,14 +24,13 @@ class Scheduler:
         if states and limits.host_chunks:
             raise ValueError("a host tier keeps no states of recurrent layers")
         self.limits = limits
-        self.pool = BlockPool(limits.blocks)
-        self.groups = make_groups(limits.groups, limits.block_size, self.pool)
+        self.caches = Caches(limits)
         self.host = (
             HostTier(
                 limits.host_chunks,
                 limits.host_chunk_blocks,
                 limits.block_size,
-                self.groups,
+                self.caches.groups,
                 described=limits.host_described,
             )
             if limits.host_chunks
@@ -65,7 +62,7 @@ class Scheduler:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that somebody holds, 0 to 1."""
-        return self.pool.usage
+        return self.caches.pool.usage
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises DoesNotFit."""
@@ -95,7 +92,7 @@ class Scheduler:
         if running:
             while self.running:
                 self._preempt(self.running.pop())
-        done = self.pool.reset()
+        done = self.caches.pool.reset()
         if done and host and self.host is not None:
             self.host.reset()
         return done
@@ -108,8 +105,7 @@ class Scheduler:
         if not self.busy:
             return None
         step = Step()
-        for group in self.groups:
-            group.begin_step()
+        self.caches.begin_step()
         budget, preempted = self._schedule_running(step)
         if not preempted:
             self._schedule_waiting(step, budget, now, load_s, load_token_s)
@@ -143,7 +139,7 @@ class Scheduler:
             ):
                 self.running.remove(sequence)
                 self._finish(sequence)
-        events = self.pool.take_events()
+        events = self.caches.pool.take_events()
         if self.host is not None:
             # Within a batch vLLM puts the connector's events behind the GPU's.
             events.extend(self.host.take_events())
@@ -159,7 +155,7 @@ class Scheduler:
             if not tokens:
                 index += 1
                 continue
-            while not self._grow(sequence, tokens):
+            while not self.caches.grow(sequence, tokens):
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted = True
@@ -179,7 +175,7 @@ class Scheduler:
                 return
             self._loaded(sequence)
             tokens = min(len(sequence.tokens) - sequence.computed, budget)
-            if not self._grow(sequence, tokens):
+            if not self.caches.grow(sequence, tokens):
                 return  # it keeps what it loaded, and tries again with the next step
             self.loading.remove(sequence)
             self._run(step, sequence, tokens)
@@ -207,13 +203,8 @@ class Scheduler:
     ) -> bool | None:
         """Gives a waiting sequence its blocks: True; False: none to give; None: let others go first."""
         sequence.hash_blocks(self.limits.block_size, self._hash_seed)
-        found, alone = self._hit(sequence)
-        hit = len(found[0])
-        sequence.junction = alone if alone > hit else 0
-        local = hit * self.limits.block_size
-        if hit and sequence.asked.report_reused:
-            for group in self.groups:
-                self._announce(sequence, group, 0, hit, range(hit))
+        found = self.caches.find(sequence)
+        local = len(found[0]) * self.limits.block_size
         external = 0
         if self.host is not None:
             beyond = self.host.match(sequence, local)
@@ -228,31 +219,8 @@ class Scheduler:
             if not tokens:
                 return False
             target, reserved = reused + tokens, 0
-        if hit and not all(each.may_follow(sequence.hashes[hit - 1]) for each in self.groups):
+        if not self.caches.begin(sequence, found, reused, target, reserved):
             return False
-        # The whole prompt must fit at admission, although only a part is allocated.
-        whole = self._blocks(len(sequence.tokens))
-        wanted = sum(
-            group.wanted_at_first(
-                blocks, min(whole, group.most(whole, self.limits.max_step_tokens)), reused
-            )
-            for group, blocks in zip(self.groups, found, strict=True)
-        )
-        if wanted > self.pool.free:
-            return False
-        blocks_then = self._blocks(target)
-        wanted = sum(
-            group.wanted_at_first(blocks, blocks_then, reused)
-            for group, blocks in zip(self.groups, found, strict=True)
-        )
-        if wanted > self.pool.free - reserved:
-            return False
-        # All are held before any is allocated, which might take another group's.
-        sequence.lanes = [
-            group.adopt(blocks, reused) for group, blocks in zip(self.groups, found, strict=True)
-        ]
-        for group, lane in zip(self.groups, sequence.lanes, strict=True):
-            group.grow(lane, blocks_then)
         sequence.computed = reused
         sequence.chunks.clear()
         self._count(sequence, local, external)
@@ -262,14 +230,14 @@ class Scheduler:
             sequence.loaded_at = now + load_s + load_token_s * external
             self.host.pin(sequence, local, reused)
         else:
-            self._name(sequence, target)
+            self.caches.name(sequence, target)
         return True
 
     def _loaded(self, sequence: Sequence) -> None:
         """The host tier has filled its blocks: they are cached now, and it may compute the rest."""
         assert self.host is not None
         self.host.unpin(sequence)
-        self._name(sequence, sequence.computed)
+        self.caches.name(sequence, sequence.computed)
         # Still LOADING until there is a block for its next token.
         if sequence.computed == len(sequence.tokens):
             sequence.computed -= 1  # the last token must be computed for the next one
@@ -282,20 +250,6 @@ class Scheduler:
     def _compute(self, step: Step, sequence: Sequence, tokens: int) -> None:
         step.work.append(Work(sequence, tokens, sequence.computed))
         sequence.computed += tokens
-
-    def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Blocks for `tokens` more tokens. False: there are too few."""
-        target = sequence.computed + tokens
-        blocks = self._blocks(target)
-        lanes = list(zip(self.groups, sequence.lanes, strict=True))
-        for group, lane in lanes:
-            group.trim(lane, sequence.computed)
-        if sum(group.wanted(lane, blocks) for group, lane in lanes) > self.pool.free:
-            return False
-        for group, lane in lanes:
-            group.grow(lane, blocks)
-        self._name(sequence, target)
-        return True
 
     def _part(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a sequence for one step from there on: all, or what the budget allows.
@@ -322,50 +276,8 @@ class Scheduler:
         end = min((stop for stop in stops if start < stop < end), default=end)
         return max(0, end - start)
 
-    def _hit(self, sequence: Sequence) -> tuple[list[list[int]], int]:
-        """Blocks to begin with, by group, and the most that a group alone has of it."""
-        if sequence.asked.prompt_logprobs:
-            return [[] for _ in self.groups], 0
-        # One token at least is computed, or there would be nothing to sample from.
-        most = (len(sequence.tokens) - 1) // self.limits.block_size
-        return longest(self.groups, sequence.hashes, most)
-
-    def _name(self, sequence: Sequence, tokens: int) -> None:
-        """Caches and announces the blocks that the first `tokens` tokens fill."""
-        full = tokens // self.limits.block_size
-        boundaries = sequence.boundaries(self.limits.block_size)
-        for group, lane in zip(self.groups, sequence.lanes, strict=True):
-            first = lane.named
-            if full > first:
-                kept = group.name(lane, group.kept(first, full, boundaries), sequence.hashes)
-                self._announce(sequence, group, first, full, kept)
-                lane.named = full
-
-    def _announce(
-        self, sequence: Sequence, group: Group, first: int, end: int, places: Iterable[int]
-    ) -> None:
-        """Tells of the blocks at these places: with the tokens of all from `first` to `end`, as vLLM does."""
-        size = self.limits.block_size
-        asked = sequence.asked
-        kept = list(places)
-        self.pool.announce(
-            Stored(
-                hashes=tuple(sequence.hashes[place] for place in kept),
-                parent=sequence.hashes[first - 1] if first else None,
-                tokens=tuple(sequence.tokens[first * size : end * size]),
-                block_size=size,
-                adapter=asked.adapter,
-                adapter_number=asked.adapter_number,
-                extra_keys=tuple(sequence.extra_keys(place) for place in kept),
-                session=asked.session,
-                group=group.number,
-                kind=group.spec.kind,
-                window=group.spec.window,
-            )
-        )
-
     def _preempt(self, sequence: Sequence) -> None:
-        self._free(sequence)
+        self.caches.release(sequence)
         sequence.computed = 0
         sequence.phase = Phase.WAITING
         sequence.preemptions += 1
@@ -376,21 +288,12 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
         if self.host is not None:
             self.host.used(sequence)
-        self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        for group, lane in zip(self.groups, sequence.lanes, strict=False):  # none: it waited
-            group.release(lane)
-        sequence.lanes = []
+        self.caches.release(sequence)
 
     def _reserved(self) -> int:
         """Blocks that prompts already begun still need: a load must leave them."""
         begun = [*self.loading, *(s for s in self.running if s.computed < len(s.tokens))]
-        return sum(
-            group.wanted(lane, self._blocks(len(other.tokens)))
-            for other in begun
-            for group, lane in zip(self.groups, other.lanes, strict=True)
-        )
+        return sum(map(self.caches.missing, begun))
 
     def _count(self, sequence: Sequence, local: int, external: int) -> None:
         if sequence.preemptions:
@@ -405,6 +308,3 @@ class Scheduler:
         if self.host is not None:
             self.counters.host_queries += len(sequence.tokens) - local
             self.counters.host_hits += external
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)

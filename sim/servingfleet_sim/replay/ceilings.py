@@ -1,4 +1,4 @@
-"""What other placements could have reused of the same requests in the same order (docs/measures.md, U1 to U4). Pure.
+"""What other placements could have reused of the same requests in the same order (docs/replay.md, U1 to U4). Pure.
 
 None of them knows time: a prompt is in the cache as soon as it has come, and no request waits. The fleet's memory is that
 of all its ranks and tiers together; what lies in two tiers of a rank at once is counted as two places, so that no real

@@ -52,7 +52,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: Literal["host", "disk"]
     tokens: _Count
     bandwidth_bytes_per_s: _Positive = 40e9
-    """40 GB/s: PCIe 5, as engines reach it (docs/routing.md)."""
+    """What engines reach of PCIe 5's 64 GB/s."""
     latency_s: _Seconds = 0.003
     """Before the first byte moves."""
 
@@ -79,6 +79,8 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most requests in one step."""
     overlap: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Share of the prefill behind which a load hides, where the engine loads while it computes (sglang)."""
+    tells_tiers: bool = False
+    """Its answers tell reuse by tier, as SGLang's do where asked to; vLLM's tell one number."""
     load_interval_s: _Positive = 1.0
     """Between two readings of its load."""
     told: dict[str, Any] | None = None

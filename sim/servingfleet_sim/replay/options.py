@@ -14,8 +14,8 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one replay. `policy`, `credit`, `learn`, `price_tiers`, `quantile` and `explore_share` are the schedulers' own
-    settings."""
+    """Of one replay. `policy`, `credit`, `learn`, `price_tiers`, `price_others`, `quantile` and `explore_share` are the
+    schedulers' own settings."""
 
     policy: str = "cost"
     block_tokens: int = 512
@@ -31,6 +31,7 @@ class Options:
     credit: bool = True
     learn: bool = True
     price_tiers: bool = True
+    price_others: bool = True
     tell_tiers: bool = True
     """False: the schedulers hear only of what is in GPU memory."""
     quantile: float = 0.5
@@ -58,6 +59,7 @@ def settings(options: Options, fleet: FleetSpec) -> SchedulerSettings:
         credit=options.credit,
         learn=options.learn,
         price_tiers=options.price_tiers,
+        price_others=options.price_others,
         quantile=options.quantile,
         explore_share=options.explore_share,
         # All engines are there, and empty, when a run begins.

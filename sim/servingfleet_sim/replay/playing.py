@@ -153,10 +153,11 @@ class Playing:
     def finished(self, job: Job) -> None:
         """The last one has."""
         play = self._running.pop(job.number)
+        tells = self.world.pools[play.replica].tells_tiers
         tiers = [
             routing_pb2.TierTokens(tier=tier, tokens=tokens)
             for tier, tokens in zip(TIERS, job.reused_tiers, strict=False)
-            if tokens
+            if tells and tokens
         ]
         self._report(
             play,

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from google.protobuf.message import Message
 
@@ -146,11 +147,8 @@ class Relay:
                 # vLLM's metrics don't tell it.
                 load.waiting_tokens = engine.waiting_tokens
             message = stream_pb2.RelayMessage(load=load)
-            self._clock.at(
-                self._clock.now + self._events.link_s,
-                lambda message=message: self._unsequenced(message),  # type: ignore[misc]
-                idle=True,
-            )
+            arrives = self._clock.now + self._events.link_s
+            self._clock.at(arrives, partial(self._unsequenced, message), idle=True)
 
     # Inside
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from servingfleet_core.figures import Sums
@@ -46,7 +47,7 @@ class World:
         self.clock = Clock()
         self._clients = clients
         self._options = options
-        self._pools = fleet.replicas()
+        self.pools = fleet.replicas()
         self._failures = fleet.failures
         self._unit = options.block_tokens
         self._seen = RunCache()
@@ -62,7 +63,7 @@ class World:
         self.relays: dict[str, Relay] = {}
         self._engines: dict[str, list[RankEngine]] = {}
         self._down: set[str] = set()
-        for replica, pool in self._pools.items():
+        for replica, pool in self.pools.items():
             rng = random.Random(f"relay {seed} {replica}")
             relay = self.relays[replica] = Relay(
                 replica,
@@ -121,11 +122,12 @@ class World:
 
         every(self._options.tick_s, self._options.tick_s, self._tick)
         for place, (replica, relay) in enumerate(self.relays.items()):
-            interval = self._pools[replica].load_interval_s
+            interval = self.pools[replica].load_interval_s
             first = interval * (place + 1) / len(self.relays)
-            every(interval, first, lambda replica=replica, relay=relay: self._load(replica, relay))  # type: ignore[misc]
+            every(interval, first, partial(self._load, replica, relay))
         for failure in self._failures:
-            self.clock.at(failure.at, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+            fail = partial(self._fail, failure)
+            self.clock.at(failure.at, fail, idle=True)
 
     def pump(self) -> None:
         """Relays hear what the schedulers have to say."""
@@ -157,7 +159,7 @@ class World:
 
     def pool_of(self, replica: str) -> str:
         """Empty for no replica."""
-        return self._pools[replica].name if replica else ""
+        return self.pools[replica].name if replica else ""
 
     def seen(self, hashes: bytes, prompt: int) -> int:
         """Tokens of a prompt that any before had too; from now on it is one of those."""
@@ -247,6 +249,6 @@ class World:
             self._down.discard(replica)
             self.relays[replica].started()
 
-        self.clock.at(self.clock.now + failure.for_s, back)
+        self.clock.at(self.clock.now + failure.for_s, back, idle=True)
         for job in left:
             self._clients.lost(job)

@@ -162,7 +162,7 @@ class EngineRank:
                     break
                 prefix = tuple(sequence.tokens[: (number + 1) * size])
                 self._names[sequence.hashes[number]] = (sequence.asked.cache_salt or "", prefix)
-        self.history.now = frozenset(self._names[h] for h in self.scheduler.pool.content())
+        self.history.now = frozenset(self._names[h] for h in self.scheduler.caches.pool.content())
 
     def _publish(self, events: Iterable[wire.Event]) -> None:
         events = list(events)

@@ -156,6 +156,16 @@ def test_a_pool_that_wants_to_pull_what_is_not_kept_is_told_so() -> None:
     assert "event_buffer_max_size" in message(found, "EventsOff")
 
 
+@pytest.mark.parametrize("started", ["vllm", "sglang"])
+def test_of_an_engine_that_can_not_be_pulled_the_sockets_are_read_and_closed(started: str) -> None:
+    public = {**PRIVATE, "endpoint": "tcp://*:5557"}
+    target = vllm(events=public) if started == "vllm" else sglang()
+    found = facts(target, eventsFrom="relayPulls")
+    assert (found.pull, found.events) == (False, ("tcp://127.0.0.1:5557",))
+    assert 5557 in found.exposed
+    assert "eventsFrom of pool main to auto" in message(found, "EventsNotPullable")
+
+
 def test_a_tensorrt_llm_that_reuses_nothing_and_one_that_tells_no_load_are_told_so() -> None:
     found = facts(trtllm(BUFFERED, "kv_cache_config.enable_block_reuse=false"))
     assert codes(found) == {"PrefixCachingOff"}

@@ -39,7 +39,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
         self.told.append(request.replica)
         drainers = self.draining[request.replica]
         (drainers.add if request.draining else drainers.discard)(request.by)
-        return fleet_pb2.SetDrainingResponse()
+        return fleet_pb2.SetDrainingResponse(draining_by=sorted(drainers))
 
     async def GetReuse(
         self,
@@ -58,7 +58,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.ListReplicasResponse(
             instance_id="one",
             replicas=[
-                fleet_pb2.Replica(replica=name, draining_by=drainers)
+                fleet_pb2.Replica(replica=name, draining_by=sorted(drainers))
                 for name, drainers in self.draining.items()
             ],
         )
@@ -123,7 +123,10 @@ async def test_schedulers_are_told_who_drains_where_they_do_not_know_it(
 ) -> None:
     draining = {"r1": True, "r2": True, "r3": True, "not known there": True}
     for _ in range(2):
-        assert (await ask([pod("a", address)], PLAIN, draining)).untold == ()
+        answers = await ask([pod("a", address)], PLAIN, draining)
+        assert answers.untold == ()
+        said = {each.replica: [*each.draining_by] for each in answers.reports[0].replicas.replicas}
+        assert said == {"r1": ["operator"], "r2": ["cli", "operator"], "r3": ["operator"]}
     assert sorted(scheduler.told) == ["r1", "r2"]
     assert scheduler.draining["r2"] == {"cli", "operator"}
 

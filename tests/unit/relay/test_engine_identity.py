@@ -152,19 +152,41 @@ async def test_a_relay_that_does_not_pull_leaves_the_statistics_to_others() -> N
     assert "/metrics" not in asked
 
 
+def listening(pipeline: Pipeline) -> list[EngineLoad]:
+    """The loads that the pipeline is told, as they come."""
+    told: list[EngineLoad] = []
+    take = pipeline.load
+
+    def tell(load: EngineLoad, now: float | None = None) -> None:
+        take(load, now)
+        told.append(load)
+        pipeline.on_output()
+
+    pipeline.load = tell  # type: ignore[method-assign]
+    return told
+
+
 async def test_what_adapters_the_engine_has_loaded_goes_out_with_its_load() -> None:
-    rows = [{"id": "m"}, {"id": "sql", "parent": "m"}]
+    rows = [{"id": "m"}, {"id": "sql", "parent": "m"}, {"id": "half \ud800", "parent": "m"}]
     async with serving({**VLLM, "/v1/models": {"data": rows}}) as engine:
         pipeline = automatic()
-        told: list[EngineLoad] = []
-        take = pipeline.load
-
-        def tell(load: EngineLoad, now: float | None = None) -> None:
-            take(load, now)
-            told.append(load)
-            pipeline.on_output()
-
-        pipeline.load = tell  # type: ignore[method-assign]
+        told = listening(pipeline)
         async with watching(engine, pipeline):
             await reached(pipeline, lambda: bool(told))
     assert (list(told[0].adapters), told[0].adapters_known) == (["sql"], True)
+
+
+async def test_sglangs_metrics_do_not_take_back_what_its_load_tells_of_waiting_tokens() -> None:
+    answers = {
+        **SGLANG,
+        "/v1/loads": {"loads": [{"dp_rank": 0, "num_waiting_uncached_tokens": 900}]},
+        "/metrics": "sglang:num_running_reqs 5\n",
+        "/v1/models": {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]},
+    }
+    async with serving(answers) as engine:
+        pipeline = automatic()
+        told = listening(pipeline)
+        async with watching(engine, pipeline):
+            await reached(pipeline, lambda: len(told) > 1)
+    assert (told[1].running_requests, told[1].waiting_tokens) == (5, 900)
+    assert list(told[1].adapters) == ["sql"]

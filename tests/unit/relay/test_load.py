@@ -209,6 +209,11 @@ def test_tensorrt_llms_metrics_have_names_without_colons() -> None:
     assert (metrics.loads[0].running_requests, metrics.loads[0].kv_usage) == (2, 0.5)
 
 
+def test_a_load_of_several_ranks_is_of_none() -> None:
+    text = "trtllm_num_requests_running 2\ntrtllm_num_requests_waiting 9\n"
+    assert parse_metrics(text, (0, 1)).loads == {}
+
+
 ITERATION = {
     "numActiveRequests": 3,
     "numQueuedRequests": 5,

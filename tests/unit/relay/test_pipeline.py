@@ -116,6 +116,10 @@ def test_the_hello_says_who_speaks_and_by_which_rules() -> None:
     assert (hello.resume_instance, hello.resume_from) == ("", 0)
     caps = {rule.tier: rule.cap for rule in hello.profile.tiers}
     assert caps[common_pb2.TIER_GPU] == stream_pb2.TierRule.CAP_PROMPT_MINUS_ONE
+    host = next(rule for rule in hello.profile.tiers if rule.tier == common_pb2.TIER_HOST)
+    assert (host.overlap, host.always_loads) == (stream_pb2.TierRule.OVERLAP_QUEUE, True)
+    assert 0.0 < host.overlap_share < 1.0
+    assert hello.profile.mixed_steps
 
 
 def test_a_store_becomes_a_profile_then_its_canonical_blocks_then_progress() -> None:

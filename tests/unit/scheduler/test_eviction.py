@@ -19,7 +19,8 @@ from servingfleet_scheduler.eviction import (
 )
 
 SECONDS = st.floats(0.0, 1e6)
-TURNOVERS = st.floats(0.1, 1e6)
+IDLE = st.floats(-1e6, 1e6)
+TURNOVERS = st.floats(0.0, 1e6)
 
 
 def test_survival_is_what_one_works_out_by_hand() -> None:
@@ -36,7 +37,7 @@ def test_what_is_idle_for_less_than_half_of_the_turnover_is_safe() -> None:
     assert PRIOR.alive(30.0, 20.1, 100.0) < 1.0
 
 
-@given(SECONDS, SECONDS, SECONDS, TURNOVERS)
+@given(IDLE, SECONDS, SECONDS, TURNOVERS)
 def test_waiting_longer_never_makes_survival_likelier(
     idle: float, ahead: float, more: float, turnover: float
 ) -> None:
@@ -91,7 +92,7 @@ def test_losses_of_other_causes_do_not_bend_the_curve() -> None:
     assert (curve.shift, curve.sharpness) == (0.0, 1.0)
 
 
-@given(st.lists(st.tuples(SECONDS, SECONDS, TURNOVERS, st.booleans()), max_size=60))
+@given(st.lists(st.tuples(IDLE, SECONDS, TURNOVERS, st.booleans()), max_size=60))
 def test_whatever_comes_the_curve_stays_within_its_bounds(
     outcomes: list[tuple[float, float, float, bool]],
 ) -> None:
@@ -132,3 +133,16 @@ def test_what_may_not_learn_still_tells_how_reliable_it_is() -> None:
         evictions.learn("pool", Tail(1, 60.0, 10.0, 100.0, 0.0), gone=True)
     assert evictions.calibration("pool", 1) is PRIOR
     assert sum(evictions.reliability["pool", 1].gone) == 50
+
+
+def test_of_the_loss_foreseen_that_share_is_expected_which_came_true() -> None:
+    evictions = Evictions(learn=True)
+    assert evictions.loss_share("pool", 1) == 1.0
+    for _ in range(1000):
+        # A quarter of each prompt is gone with its end.
+        evictions.learn("pool", Tail(1, 90.0, 30.0, 100.0, 0.99, loss=1000.0), gone=True, lost=250)
+    # 100 prompts are remembered: (25,000 + 8192) / (100,000 + 8192).
+    assert evictions.loss_share("pool", 1) == pytest.approx(33_192 / 108_192, abs=1e-4)
+    for _ in range(1000):
+        evictions.learn("pool", Tail(1, 90.0, 30.0, 100.0, 0.5, loss=500.0), gone=True, lost=5000)
+    assert evictions.loss_share("pool", 1) == 1.0

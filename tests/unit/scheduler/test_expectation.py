@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from servingfleet_protos.v1 import fleet_pb2, routing_pb2, stream_pb2
-from servingfleet_scheduler.eviction import PRIOR
+from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2, stream_pb2
+from servingfleet_scheduler.correction import NONE
+from servingfleet_scheduler.eviction import PRIOR, Tail
+from servingfleet_scheduler.metrics import Metrics
 from servingfleet_scheduler.policy.candidate import Candidate
 
 from .helpers import FakeRelay, finished, hashes, hello, make_scheduler, profile, route_request
@@ -184,6 +186,10 @@ def test_an_outcome_says_whether_the_chance_of_eviction_was_true() -> None:
     relay.scheduler.report(finished(response.decision_id, prompt=PROMPT, cached=0), relay.now)
     row = relay.scheduler.expectations.evictions.reliability["", 1]
     assert (sum(row.pairs), sum(row.gone)) == (1, 1)
+    text = Metrics(relay.scheduler, lambda: relay.now).text().decode()
+    labels = 'chance="0.0-0.1",pool="",tier="gpu"'
+    assert f"servingfleet_scheduler_eviction_gone_total{{{labels}}} 1.0" in text
+    assert "servingfleet_scheduler_expected_tokens_total" in text
 
 
 def test_an_orphan_counts_with_what_was_expected_of_it() -> None:
@@ -232,3 +238,57 @@ def test_what_is_only_credited_may_be_gone_again_when_its_sibling_is_served() ->
     late = seen(relay)
     assert late.reuse.predicted == PROMPT - 16
     assert late.gone > 0.9
+
+
+def test_a_loss_that_was_foreseen_says_nothing_against_predictions() -> None:
+    relay = fresh()
+    scheduler = relay.scheduler
+    relay.hold(hashes(PROMPT))
+    replica, reuse = scheduler.fleet.get("r1"), seen(relay).reuse
+    assert replica is not None
+    for gone in (0.9, 0.0):
+        tail = Tail(1, 90.0, 20.0, 100.0, gone)
+        for _ in range(50):
+            scheduler.expectations.learn(replica, 0, reuse, tail, 0, relay.now)
+        factors = scheduler.expectations.corrections.factors(("r1", 0), relay.now)
+        assert (factors == NONE) == (gone > 0.5)
+
+
+def test_what_leaves_a_faster_tier_is_not_taken_to_be_gone() -> None:
+    lanes = profile()
+    lanes.lanes[0].capacity_tokens = 100 * PROMPT
+    lanes.lanes.add().CopyFrom(lanes.lanes[0])
+    lanes.lanes[1].lane, lanes.lanes[1].tier = 1, common_pb2.TIER_HOST
+    relay = FakeRelay(make_scheduler()).hello(profile=lanes)
+    relay.snapshot()
+    for number in range(130):
+        relay.hold(hashes(PROMPT, first=10_000 * number))
+        relay.now += 1.0
+    assert seen(relay).tail is None
+    for number in range(130):
+        relay.hold(hashes(PROMPT, first=10_000 * number), lane=1)
+        relay.now += 1.0
+    tail = seen(relay).tail
+    assert tail is not None
+    assert tail.tier == 2
+    assert tail.turnover_s == pytest.approx(100.0, rel=0.1)
+
+
+def test_what_a_peer_dispatched_is_used_too() -> None:
+    relay = fresh()
+    turning_over(relay, 100.0)
+    relay.hold(hashes(PROMPT))
+    relay.now += 90.0
+    relay.send(
+        credit_opened=stream_pb2.CreditOpened(
+            decision_id="of a peer",
+            origin="scheduler-2",
+            hashes=hashes(PROMPT),
+            prompt_tokens=PROMPT,
+            predicted=PROMPT - 16,
+            expires_s=60.0,
+        )
+    )
+    tail = seen(relay).tail
+    assert tail is not None
+    assert tail.idle_s == 0.0

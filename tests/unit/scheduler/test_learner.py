@@ -212,3 +212,28 @@ def test_what_is_learned_is_exported_by_pool() -> None:
     labels = 'engine="vllm",model="model-a",pool="a",version=""'
     assert f"servingfleet_scheduler_speed_labels_total{{{labels}}} 17.0" in text
     assert f"servingfleet_scheduler_speed_step_seconds{{{labels}}}" in text
+
+
+def test_what_another_scheduler_sends_is_not_taken_for_slowness() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler).hello()
+    relay.snapshot()
+    now = serve(scheduler, 20)
+    for number in range(40):
+        peer: dict[str, Any] = {"decision_id": f"peer-{number}", "origin": "scheduler-2"}
+        request = route_request(PROMPT, first=(1000 + number) * PROMPT)
+        relay.now = now
+        opened = stream_pb2.CreditOpened(
+            **peer, prompt_tokens=PROMPT, predicted=0, expires_s=60.0, work_s=SECONDS
+        )
+        relay.send(credit_opened=opened)
+        decision_id = scheduler.route(request, now).decision_id
+        relay.now = now + SECONDS
+        relay.send(prefill_ended=stream_pb2.PrefillEnded(**peer))
+        report = routing_pb2.ReportRequest(decision_id=decision_id, stage=FIRST_TOKEN)
+        scheduler.report(report, now + 2 * SECONDS)
+        scheduler.report(finished(decision_id, prompt=PROMPT), now + 2 * SECONDS + 0.1)
+        relay.send(credit_ended=stream_pb2.CreditEnded(**peer))
+        now += 10.0
+    assert rank(scheduler).speed_labels == 20 - STARTING_LABELS + 40
+    assert estimated(scheduler, now) == pytest.approx(SECONDS, rel=0.05)

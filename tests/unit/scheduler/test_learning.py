@@ -146,6 +146,18 @@ def test_tiers_may_be_learned_and_yet_cost_nothing() -> None:
     assert pool.known.host == TRUTH.host
 
 
+def test_longer_prompts_that_came_sooner_teach_no_negative_speed() -> None:
+    pool, factor = Pool(TRUTH), Factor()
+    for number in range(500):
+        tokens = 100.0 + 3000.0 * (number % 2)
+        seconds = 0.5 - 0.15 * (number % 2)
+        pool.learn(
+            Observation(1.0, tokens, tokens**2 / 2, (0.0, 0.0, 0.0), 0.0, 0.0, seconds), factor
+        )
+    assert pool.speeds.token_s > 0
+    assert pool.speeds.attention_s > 0
+
+
 # What a group of prompts is to the model
 
 

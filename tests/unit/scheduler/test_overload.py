@@ -127,7 +127,7 @@ def test_leaving_room_for_errors_brings_more_prompts_in_time() -> None:
     bold, careful = overload(z=0.0, reopen_share=1.0), overload()
     assert careful.on_time > 1.02 * bold.on_time
     assert 2 * careful.late < bold.late
-    assert careful.late < 0.03 * careful.on_time
+    assert careful.late < 0.05 * careful.on_time
 
 
 def test_admission_does_not_swing_with_the_interval_of_the_engines_metrics() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from servingfleet_scheduler.policy import POLICIES, make_policy
 from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Policy, Reuse
 from servingfleet_scheduler.policy.cost import Cost
-from servingfleet_scheduler.policy.estimate import estimate, work_seconds
+from servingfleet_scheduler.policy.estimate import estimate, others_seconds, work_seconds
 from servingfleet_scheduler.policy.least_loaded import LeastLoaded
 from servingfleet_scheduler.policy.prefix_overlap import PrefixOverlap
 from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
@@ -105,12 +105,35 @@ def test_each_is_chosen_as_often_as_its_propensity_says(policy: Policy) -> None:
 
 
 def test_what_explores_goes_to_any_within_ten_percent() -> None:
-    near = [make("a"), make("b", queue_s=0.015), make("far", queue_s=0.5)]
+    near = [make("a"), make("b", queue_s=0.015), make("far", queue_s=0.05)]
     ordered = Cost(explore_share=0.2).order(near, random.Random(1))
     said = {each.candidate.replica: each.propensity for each in ordered}
     assert said == {"a": pytest.approx(0.9), "b": pytest.approx(0.1), "far": 0.0}
     ordered = Cost(explore_share=0.0).order(near, random.Random(1))
     assert [each.propensity for each in ordered] == [1.0, 0.0, 0.0]
+
+
+def test_a_prompt_stays_where_it_costs_others_least() -> None:
+    # 100,000 tokens: held by a rank where 5 s wait, or computed in 13.6 s by an idle one.
+    traffic: dict[str, Any] = {"arrivals_per_s": 0.3, "busy": 0.5}
+    holder = make("holder", reuse(100_000, 99_984), queue_s=14.5, **traffic)
+    idle = make("idle", reuse(100_000), **traffic)
+    assert idle.seconds < holder.seconds
+    assert order("cost", idle, holder) == ["holder", "idle"]
+    alone = Cost(price_others=False).order([holder, idle], random.Random(1))
+    assert alone[0].candidate.replica == "idle"
+    # Where nobody else comes, there is nobody to wait.
+    quiet = [each._replace(candidate=each.candidate._replace(arrivals_per_s=0.0)) for each in alone]
+    assert order("cost", *quiet) == ["idle", "holder"]
+
+
+def test_what_others_wait_is_this_work_for_each_that_comes_until_the_engine_is_idle() -> None:
+    made = make(queue_s=2.0, arrivals_per_s=0.5, busy=0.75)
+    until_idle = (2.0 + made.work_s) / 0.25
+    assert others_seconds(made) == pytest.approx(made.work_s * 0.5 * until_idle)
+    assert made.seconds == pytest.approx(2.0 + made.work_s)
+    swamped = make(queue_s=2.0, arrivals_per_s=0.5, busy=7.0)
+    assert others_seconds(swamped) == pytest.approx(made.work_s * 0.5 * (2.0 + made.work_s) / 0.2)
 
 
 def test_a_cold_rank_is_tried_until_it_is_known() -> None:

@@ -107,6 +107,15 @@ def test_a_renewed_proof_changes_nothing_here() -> None:
             code_pb2.INVALID_ARGUMENT,
             "PROFILE_TIERS",
         ),
+        (
+            {
+                "profile": stream_pb2.Profile(
+                    tiers=[stream_pb2.TierRule(tier=common_pb2.TIER_HOST, overlap_share=1.5)]
+                )
+            },
+            code_pb2.INVALID_ARGUMENT,
+            "PROFILE_TIERS",
+        ),
     ],
 )
 def test_a_hello_that_can_not_be_right_is_refused(

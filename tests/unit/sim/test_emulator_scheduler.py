@@ -112,7 +112,7 @@ LIMITS = st.one_of(ALIKE, HYBRID, OFFLOADED)
 
 def check(scheduler: Scheduler, copies: Copies) -> None:
     """Everything that must hold between steps, with the events of the last one applied."""
-    pool = scheduler.pool
+    pool = scheduler.caches.pool
     free = pool.free_order()
     assert len(set(free)) == len(free) == pool.free
     assert NULL_BLOCK not in free
@@ -121,7 +121,7 @@ def check(scheduler: Scheduler, copies: Copies) -> None:
     held = {block for lane in lanes for block in lane.blocks if block != NULL_BLOCK}
     assert held.isdisjoint(free)
     assert len(held) + len(free) == pool.usable
-    contents = [pool.content(group.number) for group in scheduler.groups]
+    contents = [pool.content(group.number) for group in scheduler.caches.groups]
     assert sum(sum(content.values()) for content in contents) <= pool.usable
     for number, content in enumerate(contents):
         assert copies.held[GPU, number] == Counter(content)
@@ -157,7 +157,7 @@ def test_replayed_events_always_equal_the_content_of_the_caches(
             case _:
                 scheduler.reset(running="running" in action)
     assert not scheduler.busy
-    assert scheduler.pool.free == scheduler.pool.usable
+    assert scheduler.caches.pool.free == scheduler.caches.pool.usable
     for sequence in sequences:
         assert sequence.phase is Phase.FINISHED
 
@@ -312,7 +312,7 @@ def test_a_load_leaves_the_blocks_that_begun_prompts_still_need() -> None:
     scheduler.add(short)
     assert scheduler.schedule(0.0, load_s=1.0) is not None
     assert (long.phase, short.phase) == (Phase.LOADING, Phase.WAITING)
-    assert scheduler.pool.free == 2
+    assert scheduler.caches.pool.free == 2
 
 
 def test_a_prompt_is_admitted_only_where_all_of_it_fits() -> None:

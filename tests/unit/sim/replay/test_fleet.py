@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from servingfleet_scheduler.policy.speeds import DEFAULTS
 from servingfleet_sim.emulator.speed import GPUS
-from servingfleet_sim.replay.fleet import BadFleet, read_fleet
+from servingfleet_sim.replay.fleet import (
+    BadFleet,
+    EventsSpec,
+    FailureSpec,
+    FleetSpec,
+    PoolSpec,
+    TierSpec,
+    read_fleet,
+)
+from tests.recordings import ROOT
 
 FLEET = """
 pools:
@@ -80,3 +90,17 @@ def test_what_the_schedulers_are_told_may_be_wrong() -> None:
 def test_a_file_that_describes_no_fleet_is_told_where(text: str, said: str) -> None:
     with pytest.raises(BadFleet, match=said):
         read_fleet(text)
+
+
+def test_the_documentation_names_every_key() -> None:
+    text = (ROOT / "docs" / "replay.md").read_text()
+    table = text[text.index("## The fleet file") :]
+    for struct in (PoolSpec, TierSpec, EventsSpec, FailureSpec, FleetSpec):
+        for field in msgspec.structs.fields(struct):
+            assert f"{field.encode_name}" in table, field
+    for gpu in GPUS.keys() - {"instant"}:
+        assert f"`{gpu}`" in table
+
+
+def test_the_example_is_a_fleet() -> None:
+    read_fleet((ROOT / "examples" / "replay" / "fleet.yaml").read_bytes())

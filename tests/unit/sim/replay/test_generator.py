@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from statistics import fmean, pvariance
 
@@ -11,6 +11,7 @@ import pytest
 from servingfleet_sim.replay.ceilings import endless
 from servingfleet_sim.replay.generator import Load, generate
 from servingfleet_sim.replay.traces import Request
+from tests.recordings import ROOT
 
 LOAD = Load(conversations=400, turns=4.0)
 
@@ -67,6 +68,15 @@ def test_lengths_turns_and_beginnings_are_as_wanted_on_average() -> None:
     gaps = [b - a for a, b in pairwise(starts.values())]
     assert fmean(gaps) == pytest.approx(0.5, rel=0.1)
     assert pvariance(gaps) / fmean(gaps) ** 2 == pytest.approx(4.0, rel=0.2)
+
+
+def test_the_documentation_names_every_key_and_its_default() -> None:
+    text = (ROOT / "docs" / "replay.md").read_text()
+    table = text[text.index("Made-up load") : text.index("## The fleet file")]
+    for field in fields(Load):
+        assert f"`{field.name}`" in table
+        default = "none" if field.name == "target_s" else f"{field.default:g}"
+        assert default in table
 
 
 @pytest.mark.parametrize(

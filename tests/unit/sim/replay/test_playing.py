@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servingfleet_protos.v1 import common_pb2, routing_pb2
 from servingfleet_sim.replay.driver import simulate
 from servingfleet_sim.replay.fleet import EventsSpec, FailureSpec, FleetSpec, TierSpec
 from servingfleet_sim.replay.generator import Load, generate
@@ -293,6 +294,30 @@ def test_schedulers_that_hear_of_gpu_memory_only_predict_no_other() -> None:
     run = playing.run(0.0)
     assert all(each.predicted == each.predicted_tiers[0] for each in run.outcomes)
     assert sum(each.actual_tiers[1] for each in run.outcomes) > 0
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_schedulers_hear_of_tiers_only_from_engines_that_tell(tells: bool) -> None:
+    tiers = (TierSpec(tier="host", tokens=3000),)
+    spec = fleet(pool(gpu_tokens=20 * BLOCK, tiers=tiers, tells_tiers=tells), events=NOW)
+    rows = [(0.0, 161, 1, "a" * 10), (1.0, 161, 1, "b" * 10), (2.0, 161, 1, "a" * 10)]
+    playing = Playing(trace(rows), spec, CALM, seed=1)
+    (scheduler,) = playing.world.schedulers
+    heard: list[dict[int, int]] = []
+    report = scheduler.report
+
+    def listens(request: routing_pb2.ReportRequest, now: float) -> routing_pb2.ReportResponse:
+        if request.stage == routing_pb2.ReportRequest.STAGE_FINISHED:
+            heard.append({each.tier: each.tokens for each in request.cached_by_tier})
+        return report(request, now)
+
+    scheduler.report = listens  # type: ignore[method-assign]
+    playing.play()
+    last = playing.run(0.0).outcomes[2]
+    assert last.actual_tiers[1] > 0
+    gpu, host = common_pb2.TIER_GPU, common_pb2.TIER_HOST
+    told = {gpu: last.actual_tiers[0], host: last.actual_tiers[1]}
+    assert heard[2] == ({tier: count for tier, count in told.items() if count} if tells else {})
 
 
 def test_schedulers_disagree_by_what_one_has_sent_and_the_other_has_not_heard_of() -> None:
