@@ -120,7 +120,8 @@ POLICIES = " ".join(
 )
 WORTH = (
     "--variant credits-off:credit=false --variant learning-off:learn=false "
-    "--variant tiers-priced-alike:price_tiers=false --variant tiers-untold:tell_tiers=false"
+    "--variant tiers-priced-alike:price_tiers=false --variant tiers-untold:tell_tiers=false "
+    "--variant others-unpriced:price_others=false"
 )
 CONVERSATION = f"{TRACES}mooncake_conversation.jsonl --first 1500"
 SYNTHETIC = f"{TRACES}mooncake_synthetic.jsonl --first 1500 --rate 1.2"
@@ -137,6 +138,11 @@ RATES = " ".join(f"--variant rate-{rate}:rate={rate}" for rate in (1.0, 1.2, 1.4
 
 TABLES = (
     Table("conversation", f"{CONVERSATION} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
+    Table(
+        "conversation-busy",
+        f"{CONVERSATION} {FLEET} --rate 1.2 {POLICIES} --variant others-unpriced:price_others=false",
+        {**TIMES, **REUSE, **LOADS},
+    ),
     Table("synthetic", f"{SYNTHETIC} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("agentic", f"{AGENTIC} {LONG} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("worth-conversation", f"{CONVERSATION} {FLEET} {WORTH}", {**TIMES, **REUSE}),

@@ -134,19 +134,21 @@ class EngineHttp:
         answer = await self._json(path, "POST", json=asked, headers=headers, deadline_s=CANARY_S)
         return cached_tokens(answer)
 
-    async def drain(self, path: str) -> Any:
+    async def drain(self, path: str) -> str:
         """What a POST without a body answers: reading takes it away."""
         settings = self._settings
-        return await self._json(
+        answer = await self._get(
             path,
             "POST",
             deadline_s=settings.pull_deadline_s,
             max_bytes=settings.max_pull_bytes,
         )
+        return answer.decode(errors="replace")
 
     async def _json(self, path: str, method: str = "GET", **request: Any) -> Any:
         try:
-            return httpx.Response(200, content=await self._get(path, method, **request)).json()
+            answer = bytes(await self._get(path, method, **request))
+            return httpx.Response(200, content=answer).json()
         except (ValueError, RecursionError) as error:
             raise ScrapeFailed(f"{path} is no JSON: {error}"[:200]) from error
 
@@ -158,7 +160,7 @@ class EngineHttp:
         deadline_s: float = 0.0,
         max_bytes: int = MAX_BODY_BYTES,
         **request: Any,
-    ) -> bytes:
+    ) -> bytearray:
         body = bytearray()
         deadline_s = deadline_s or self._deadline_s
         try:
@@ -174,7 +176,7 @@ class EngineHttp:
                         raise ScrapeFailed(f"{path} is longer than {max_bytes} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise ScrapeFailed(f"{path}: {type(error).__name__} {error}"[:200]) from error
-        return bytes(body)
+        return body
 
 
 async def learn_model(engine: EngineHttp, settings: RelaySettings) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from servingfleet_protos.v1.stream_pb2 import (
@@ -96,7 +96,7 @@ class Pipeline:
         source.live(frames, now, None if self._wall_s is None else now + self._wall_s)
         self._spread(source)
 
-    def pulled(self, entries: Sequence[object], now: float) -> None:
+    def pulled(self, entries: Iterable[object], now: float) -> None:
         """Entries that the engine answered with, in order: each is a message of its rank under its number."""
         for entry in entries:
             rank, frames = message_of(entry) or (-1, ())

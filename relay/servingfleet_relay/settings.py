@@ -138,8 +138,8 @@ class RelaySettings:
     pull_deadline_s: float = 30.0
     """TensorRT-LLM waits up to 2 s for the first entry, and answers when none has come for 2 s. An answer that is given up
     takes its entries with it."""
-    max_pull_bytes: int = 32 * MIB
-    """Likewise of an answer that is too long. An entry of one block of 32 tokens is 1.5 KiB."""
+    max_pull_bytes: int = 40 * MIB
+    """Likewise of an answer that is too long. An entry of one block of 32 tokens is 2 KiB: 16,384 of them are 34 MiB."""
     canary: bool = False
     """Send each life of the engine a prompt of our own: what comes of it must be what we think."""
     metrics_port: int | None = None

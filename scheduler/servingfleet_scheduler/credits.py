@@ -1,14 +1,15 @@
 """What was dispatched and is not yet confirmed: blocks that will be there soon.
 
 Pure. The index counts credits; this table knows when they end. Every credit ends: by its outcome, by its time, by a
-new engine life, or with its replica, whichever comes first. Ending one that is gone already is no error.
+new engine life, or with its replica, whichever comes first. One whose request was served stands a little longer, since
+the engine's events may come after its answer. Ending one that is gone already is no error.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .fleet import Fleet
 from .replicas import Replica
@@ -40,6 +41,8 @@ class Credits:
         self._open: dict[str, Credit] = {}
         self._blocks = 0
         self._ends: list[tuple[float, str]] = []
+        self._served: dict[tuple[str, int], set[str]] = {}
+        """Of requests that were served, by replica and rank."""
         self.refused = 0
         """Not opened, because a limit was reached."""
 
@@ -88,6 +91,10 @@ class Credits:
         if credit is None:
             return None
         self._blocks -= credit.blocks
+        served = self._served.get((credit.replica, credit.rank), set())
+        served.discard(decision_id)
+        if not served:
+            self._served.pop((credit.replica, credit.rank), None)
         index = self._fleet.index(credit.model)
         if index is not None:
             # False where a new engine life or the replica's end took it before.
@@ -96,6 +103,22 @@ class Credits:
             self._ends = [(each.expires, each.decision_id) for each in self._open.values()]
             heapq.heapify(self._ends)
         return credit
+
+    def served(self, decision_id: str, until: float) -> Credit | None:
+        """Its request ran to the end: what the engine has not told of by `until` is not there. None if there is none."""
+        credit = self._open.get(decision_id)
+        if credit is None:
+            return None
+        self._served.setdefault((credit.replica, credit.rank), set()).add(decision_id)
+        if until < credit.expires:
+            self._open[decision_id] = replace(credit, expires=until)
+            heapq.heappush(self._ends, (until, decision_id))
+        return credit
+
+    def cleared(self, replica: str, rank: int) -> None:
+        """A cache was emptied: what served requests left there is gone with it."""
+        for decision_id in list(self._served.get((replica, rank), ())):
+            self.end(decision_id)
 
     def expire(self, now: float) -> int:
         """Ends those whose time has come; returns how many."""

@@ -186,8 +186,8 @@ class Dispatches:
     def release(
         self, decision_id: str, decision: Decision, now: float, *, served: bool = False
     ) -> None:
-        """The request no longer runs there: nothing waits for it, and no credit stands for it. `served`: it ran there to
-        its end."""
+        """The request no longer runs there: nothing waits for it, and its credit ends. `served`: it ran there to its end,
+        and what it left is there before the engine's events tell."""
         if served:
             self.first_token(decision_id, decision, now, just_now=False)
         self._learner.lost(decision_id, decision, now)
@@ -199,11 +199,16 @@ class Dispatches:
             stayed = served and known is not None and known.began <= now
             rank.room.ended(decision_id, now - known.began if known and stayed else None)
             waited = rank.backlog.withdrawn(decision_id, now)
-        if self._credits.end(decision_id) is not None or waited:
-            self._tell_peers(
-                decision,
-                credit_ended=stream_pb2.CreditEnded(decision_id=decision_id, origin=decision.owner),
+        if served:
+            until = now + self._settings.credit_served_s
+            credit = self._credits.served(decision_id, until)
+        else:
+            credit = self._credits.end(decision_id)
+        if credit is not None or waited:
+            ended = stream_pb2.CreditEnded(
+                decision_id=decision_id, origin=decision.owner, served=served
             )
+            self._tell_peers(decision, credit_ended=ended)
 
     def _footings(self, options: Sequence[Option]) -> dict[tuple[str, int], Footing]:
         """Before the credit of this dispatch opens. Not of ranks whose stream is cut, cold or in doubt."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from servingfleet_relay.adapters.trtllm_pulled import message_of
@@ -103,7 +103,7 @@ class PullRecorder:
         if control != known:
             self.controls.append({"t": self._clock(), "control": control})
 
-    def _take(self, entries: Sequence[object]) -> None:
+    def _take(self, entries: Iterable[object]) -> None:
         for entry in entries:
             rank, frames = message_of(entry) or (-1, UNREADABLE)
             if rank not in self._ranks:
