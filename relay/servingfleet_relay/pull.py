@@ -34,9 +34,7 @@ def entries_of(answer: str) -> Iterator[object]:
     """The entries of a JSON list. Raises ScrapeFailed for what is none, and, on the way, where it ends to be one."""
     begin = _BEGIN.match(answer)
     if begin is None:
-        raise ScrapeFailed(
-            f"{PATH} answers {answer[:40]!r}; expected a list: is event_buffer_max_size above 0?"
-        )
+        raise ScrapeFailed(f"{PATH} answers no list of entries: is event_buffer_max_size above 0?")
     return _each_entry(answer, begin.end())
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
-from servingfleet_relay.load import EngineHttp
+from servingfleet_relay.load import EngineHttp, ScrapeFailed
 from servingfleet_relay.pipeline import Pipeline
-from servingfleet_relay.pull import Puller
+from servingfleet_relay.pull import Puller, entries_of
 from servingfleet_relay.settings import PipelineSettings, RelaySettings
 from tests.unit.relay.batches import tokens
 from tests.unit.relay.entries import block, created, stored
@@ -29,6 +34,7 @@ class Engine:
     def __init__(self) -> None:
         self.entries: list[object] = []
         self.refuses = False
+        self.breaks_off = False
         self.answers_after_s = 0.0
         self.asked = asyncio.Event()
 
@@ -39,6 +45,8 @@ class Engine:
             raise web.HTTPServiceUnavailable
         taken, self.entries = self.entries, []
         await asyncio.sleep(self.answers_after_s)
+        if self.breaks_off:
+            return web.Response(text=json.dumps(taken)[:-1])
         return web.json_response(taken)
 
 
@@ -111,3 +119,36 @@ async def test_an_answer_that_is_no_list_is_none() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await engine.asked.wait()
         assert pipeline.counters().get("batches", 0) == 0
+
+
+async def test_what_comes_before_an_answer_breaks_off_is_not_lost() -> None:
+    engine = Engine()
+    engine.breaks_off = True
+    engine.entries = [created(), stored(1, block(7, tokens(2)))]
+    async with pulling(engine) as pipeline:
+        await reached(pipeline, "history_lost")
+        await reached(pipeline, "unproven")
+        engine.breaks_off = False
+        engine.entries = [stored(2, block(8, tokens(2)))]
+        await reached(pipeline, "history_lost")
+        assert pipeline.counters()["events_stored"] == 2
+        assert pipeline.counters()["gaps"] == 0
+
+
+_JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.lists(_JSON, max_size=5), st.sampled_from([None, 1]), st.booleans())
+def test_entries_are_those_of_the_list(entries: list[Any], indent: int | None, plain: bool) -> None:
+    text = json.dumps(entries, indent=indent, ensure_ascii=plain)
+    assert list(entries_of(f" {text}\n")) == entries
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[", "[1", "[1,]", "[1 2]", "[nul]", "[" * 100_000])
+def test_what_is_no_list_is_refused(answer: str) -> None:
+    with pytest.raises(ScrapeFailed):
+        list(entries_of(answer))

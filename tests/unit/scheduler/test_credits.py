@@ -309,6 +309,38 @@ def test_no_more_credited_blocks_than_the_limit() -> None:
     assert (len(scheduler.credits), scheduler.credits.refused) == (1, 1)
 
 
+def served() -> tuple[Scheduler, FakeRelay]:
+    """A prompt of four whole blocks was answered at 1 s, and the engine's events are not there yet."""
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler, "r1").hello()
+    relay.snapshot()
+    decision_id = scheduler.route(route_request(65), 0.0).decision_id
+    scheduler.report(finished(decision_id, prompt=65), 1.0)
+    return scheduler, relay
+
+
+def test_what_a_served_prompt_left_is_counted_before_the_events_come() -> None:
+    scheduler, _ = served()
+    assert predicted(scheduler) == 64
+    scheduler.tick(1.0 + 0.9 * scheduler.settings.credit_served_s)
+    assert predicted(scheduler) == 64
+
+
+def test_what_the_engine_never_told_of_a_served_prompt_is_not_there() -> None:
+    scheduler, _ = served()
+    scheduler.tick(1.0 + scheduler.settings.credit_served_s)
+    assert predicted(scheduler) == 0
+    assert len(scheduler.credits) == 0
+
+
+def test_an_emptied_cache_takes_what_served_prompts_left() -> None:
+    scheduler, relay = served()
+    waiting = scheduler.route(route_request(33, first=500), 1.0).decision_id
+    relay.send(delta=stream_pb2.Delta(op=stream_pb2.Delta.OP_CLEAR))
+    assert predicted(scheduler) == 0
+    assert [each.decision_id for each in scheduler.credits] == [waiting]
+
+
 def test_a_failed_request_is_credited_no_more() -> None:
     scheduler = make_scheduler(static=["r1"])
     response = scheduler.route(route_request(65), 0.0)
