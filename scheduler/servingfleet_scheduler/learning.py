@@ -40,8 +40,12 @@ LEAST_SHARE, MOST_SHARE = 0.01, 100.0
 """A coefficient stays within these multiples of its prior."""
 ATTENTION_CORRELATION = 0.9
 """Of the prior errors of token and attention: both come from the GPU. Without long contexts their ratio so stays."""
-TIMING_S = 0.002
-"""Standard deviation of when a first token is seen."""
+TIMING_S = 0.010
+"""Standard deviation of a group's seconds that no length explains: a prompt comes in the midst of a decode step, which takes
+10 to 40 ms."""
+STEP_SD_S = 0.020
+"""Standard deviation of a step's seconds at least, before anything is known: they contain half a decode step, the network, and
+what clients add, of which no prior knows."""
 NOISE_STEP = 1.05
 """The typical residual moves by so much at each outcome, up or down: outliers count like any other."""
 TYPICAL_OF_SD = 0.6745
@@ -282,6 +286,8 @@ def observation(group: Group, speeds: Speeds, rules: Rules = UNKNOWN) -> Observa
         waited = max(0.0, group.start - each.at)
         computing = speeds.token_s * computed
         for at, tier in enumerate((speeds.host, speeds.disk, speeds.shared)):
+            if not by_tier[at + 1]:
+                continue
             full = tier.seconds(by_tier[at + 1])
             rule = rules.loads[at]
             hidden = 0.0
@@ -329,6 +335,7 @@ def _diagonal(mean: Sequence[float]) -> list[_Vector]:
     matrix = [[0.0] * _SIZE for _ in range(_SIZE)]
     for at, value in enumerate(mean):
         matrix[at][at] = (PRIOR_SHARE * value) ** 2
+    matrix[0][0] = max(matrix[0][0], STEP_SD_S**2)
     matrix[1][2] = matrix[2][1] = (
         ATTENTION_CORRELATION * PRIOR_SHARE * mean[1] * PRIOR_SHARE * mean[2]
     )

@@ -105,8 +105,16 @@ class Recording:
 
     @property
     def pulled_unit_tokens(self) -> int:
-        """Tokens of the engine's block where its events were pulled, which don't tell it; else 0."""
-        return int(self.engine["tokens_per_block"]) if self.engine.get("pulled") else 0
+        """Tokens of the engine's block where its events were pulled, which don't tell it; else 0. Raises RecordingError."""
+        if not self.engine.get("pulled"):
+            return 0
+        unit = self.engine.get("tokens_per_block")
+        if type(unit) is not int or unit <= 0:
+            raise RecordingError(
+                f"{self.name}: tokens_per_block of engine.json is {unit!r:.40}; expected the size of the engine's blocks, "
+                "which events that were pulled don't tell"
+            )
+        return unit
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:

@@ -127,7 +127,7 @@ def test_without_long_contexts_attention_keeps_its_ratio_to_tokens() -> None:
 def test_the_bandwidth_of_a_tier_is_learned_from_what_was_loaded() -> None:
     pool, factor = Pool(TRUTH), Factor()
     slow = 4 * TRUTH.host.token_s
-    for number in range(60):
+    for number in range(300):
         tokens = 500.0 + 100.0 * (number % 10)
         held = 2000.0 + 1000.0 * (number % 7)
         pairs = tokens * (held + tokens / 2)
@@ -191,6 +191,21 @@ def test_a_load_that_the_wait_has_hidden_says_nothing() -> None:
     rules = Rules(loads=(rule, rule, rule))
     assert observation(group(sent(5000, 4000, 0, 4000)), TRUTH, rules).loads == (4000, 0, 0)
     assert observation(group(sent(5000, 4000, 0, 4000, at=0.0)), TRUTH, rules).loads == (0, 0, 0)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_a_tier_of_which_nothing_came_takes_no_time(overlap: Overlap) -> None:
+    rule = LoadRule(overlap, 0.5)
+    seen = observation(group(sent(5000, 4000, 4000)), TRUTH, Rules(loads=(rule, rule, rule)))
+    assert (seen.loads, seen.known_s) == ((0, 0, 0), 0)
+
+
+def test_a_load_that_computing_hides_is_seen_by_what_is_left_of_it() -> None:
+    rule = LoadRule(Overlap.COMPUTE, 0.5)
+    seen = observation(group(sent(9000, 8000, 0, 8000)), TRUTH, Rules(loads=(rule, rule, rule)))
+    hidden = TRUTH.host.seconds(8000) - TRUTH.host.fixed_s
+    assert hidden < 0.5 * 1000 * TRUTH.token_s
+    assert seen.known_s == pytest.approx(TRUTH.host.fixed_s - hidden)
 
 
 def test_running_decodes_take_part_where_steps_are_mixed() -> None:
