@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
+from google.protobuf.json_format import MessageToDict
 
 from servingfleet_protos.v1 import fleet_pb2
 from servingfleet_protos.v1.fleet_pb2_grpc import FleetStub
 
+from . import exits
 from .connecting import Scheduler, schedulers_options
 from .output import console, format_option, print_json
 
@@ -31,15 +33,27 @@ def drain(schedulers: Sequence[Scheduler], replica: str, undo: bool, by: str, ou
     through the operator, for all schedulers and also for those that start later.
     """
     asked = fleet_pb2.SetDrainingRequest(replica=replica, draining=not undo, by=by)
+    answers: dict[str, fleet_pb2.SetDrainingResponse] = {}
+    failed: list[exits.Exit] = []
     for scheduler in schedulers:
-        with scheduler.channel() as channel:
-            answer = FleetStub(channel).SetDraining(asked, timeout=scheduler.timeout_s)
-        if output == "json":
-            print_json(answer)
-            continue
+        try:
+            with scheduler.channel() as channel:
+                answers[scheduler.target] = FleetStub(channel).SetDraining(
+                    asked, timeout=scheduler.timeout_s
+                )
+        except exits.Exit as error:
+            failed.append(error)  # the others are told all the same
+    if output == "json":
+        print_json(
+            {at: MessageToDict(a, preserving_proto_field_name=True) for at, a in answers.items()}
+        )
+        answers.clear()
+    for target, answer in answers.items():
         drained = f"drained by {', '.join(answer.draining_by)}" if answer.draining_by else "in use"
         console().print(
-            f"{scheduler.target}: {replica} is {drained}; {answer.dispatched_requests} requests of "
+            f"{target}: {replica} is {drained}; {answer.dispatched_requests} requests of "
             "this scheduler have not ended there",
             soft_wrap=True,
         )
+    if failed:
+        raise exits.Exit("\n".join(each.message for each in failed), failed[0].exit_code)

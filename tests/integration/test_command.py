@@ -109,6 +109,16 @@ async def test_a_replica_is_drained_and_taken_back(target: str) -> None:
     assert (status, "REPLICA_UNKNOWN" in err) == (4, True)
 
 
+async def test_a_scheduler_that_is_away_does_not_keep_a_drain_from_the_others(target: str) -> None:
+    nobody = f"127.0.0.1:{free_ports(1)}"
+    schedulers = ("--scheduler", nobody, "--scheduler", target)
+    status, out, err = await run("drain", "gpu-0", *schedulers, "-o", "json")
+    assert json.loads(out) == {target: {"draining_by": ["cli"]}}
+    assert (status, f"no scheduler answers at {nobody}" in err) == (3, True)
+    status, out, _ = await run("drain", "gpu-0", "--undo", *schedulers)
+    assert (status, f"{target}: gpu-0 is in use" in out) == (3, True)
+
+
 async def test_reuse_and_replicas_show_what_was_played(fleet: Fleet) -> None:
     scheduler = await fleet.scheduler()
     player = await fleet.player(read(recordings_dir() / "a-shared-prefix"), scheduler)

@@ -49,6 +49,16 @@ def test_a_refused_reset_is_no_reset(tmp_path: Path) -> None:
     assert [control.socket for control in recording.controls] == [None, None, False]
 
 
+@pytest.mark.parametrize("unit", [{}, {"tokens_per_block": "x"}, {"tokens_per_block": 0}])
+def test_what_was_pulled_is_not_read_without_the_size_of_its_blocks(
+    tmp_path: Path, unit: dict[str, object]
+) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps({"trtllm": "1.2.1", "pulled": True, **unit}))
+    recording = read(folder(tmp_path, [MESSAGE], []))
+    with pytest.raises(RecordingError, match="tokens_per_block of engine.json"):
+        assert recording.pulled_unit_tokens
+
+
 @pytest.mark.parametrize(
     ("events", "says"),
     [
