@@ -111,15 +111,22 @@ def counts(usage: object, reuse_when_absent: int | None = None) -> Counts:
     """Token counts of an OpenAI `usage`, a mapping or an object, under a report's names; None: it does not say.
 
     Both forms are read: that of completions and chats, and that of responses (`input_tokens`).
-    `reuse_when_absent`: tokens reused where it does not say. None: unknown, and the outcome joins nothing.
+    `reuse_when_absent`: tokens reused where it does not say. None: unknown, and the outcome joins nothing. What is no
+    count is not said: no user's answer may fail for what an engine writes there.
     """
     details = _first(usage, "prompt_tokens_details", "input_tokens_details")
     cached = _first(details, "cached_tokens")
     return Counts(
-        prompt_tokens=_first(usage, "prompt_tokens", "input_tokens"),
-        cached_tokens=reuse_when_absent if cached is None else cached,
-        output_tokens=_first(usage, "completion_tokens", "output_tokens"),
+        prompt_tokens=_count(_first(usage, "prompt_tokens", "input_tokens")),
+        cached_tokens=reuse_when_absent if cached is None else _count(cached),
+        output_tokens=_count(_first(usage, "completion_tokens", "output_tokens")),
     )
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
+        return value
+    return None
 
 
 def _first(source: object, *names: str) -> Any:

@@ -77,8 +77,8 @@ def options(
 
     `memory`: what to take for cached, instead of what is known to be.
     """
-    found = []
-    forms = {replica.pairs for replica in fleet.of_model(prompt.model)}
+    found: list[Option] = []
+    forms = fleet.key_forms(prompt.model)
     view = _View(fleet, settings, prompt, now, learner, expectations, memory)
     for pairs in sorted(forms):
         # The last token is always computed anew, and with it goes the last key that is a pair.
@@ -91,8 +91,10 @@ def options(
             no_reuse=prompt.no_reuse,
             now=now,
         )
-        for replica, rank, match in matches:
-            found.append(Option(replica, rank, view.candidate(replica, rank, match)))
+        found += [
+            Option(replica, rank, view.candidate(replica, rank, match))
+            for replica, rank, match in matches
+        ]
     refused, last_resort = refusals(
         request, [(each.replica, each.rank) for each in found], now, settings.load_stale_s
     )
@@ -148,62 +150,64 @@ class _View:
         self._fleet = fleet
         self._expectations = expectations
         self._settings = settings
+        self._stale_s = settings.load_stale_s
+        self._quantile = settings.quantile
         self._now = now
         self._prompt = prompt
         self._named = bool(prompt.adapter or prompt.cache_salt) and not prompt.no_reuse
         self._nothing = Reuse(prompt.prompt_tokens, 0, 0, 0, 0.0)
+        self._reuses: dict[Reuse, Reuse] = {}
+        """Most targets hold the same, if anything: one object for all, which is priced once."""
         self._learner = learner
         self._memory = memory
         self._blocks: dict[bool, tuple[int, ...]] = {}
         """Of the prompt, by whether keys are pairs."""
 
     def candidate(self, replica: Replica, rank: Rank, match: Match | None) -> Candidate:
-        load = rank.load
-        if load is not None:
-            age = load_age(rank, self._now)
-            if age is None or age > self._settings.load_stale_s:
-                load = None
-        queue = rank.backlog.ahead(self._now, stale_s=self._settings.load_stale_s)
+        now, load = self._now, rank.load
+        running = waiting = 0
+        kv_usage = 0.0
+        if load is not None and now - load.read_at <= self._stale_s:
+            running, waiting = load.running_requests or 0, load.waiting_requests or 0
+            kv_usage = load.kv_usage or 0.0
+        queue = rank.backlog.ahead(now, stale_s=self._stale_s)
         if rank.room.crowded:
             memory_s = rank.room.wait_s(
-                self._now,
-                self._prompt.prompt_tokens,
-                replica.gpu_tokens,
-                stale_s=self._settings.load_stale_s,
+                now, self._prompt.prompt_tokens, replica.gpu_tokens, stale_s=self._stale_s
             )
             queue = queue.at_least(memory_s)
         state = replica.state(rank)
-        expected, tail = 0.0, None
-        if match is not None and self._memory is None:
-            expected, tail = self._expected(replica, rank, match, queue.seconds)
+        reuse, tail = self._nothing, None
+        if self._memory is not None:
+            reuse = self._remembered(self._memory, replica, rank)
+        elif match is not None or self._named:
+            reuse, tail = self._reuse(replica, rank, match, queue.seconds)
         pace = rank.pace or self._learner.pace(replica, rank)
-        pool, factor = pace.pool, pace.factor
-        arrivals_per_s, busy = rank.traffic.read(self._now)
+        factor = pace.factor
+        arrivals_per_s, busy = rank.traffic.read(now)
         # By position, in the order of the fields: by name it takes four times as long, for every target of every request.
         return Candidate(
             replica.name,
             rank.number,
-            self._reuse(replica, match, expected)
-            if self._memory is None
-            else self._remembered(self._memory, replica, rank),
+            reuse,
             queue.seconds,
             state == LIVE and rank.warm and self._memory is None,  # certain
             state == UNPROVEN,
-            (load.running_requests or 0) if load else 0,
-            (load.waiting_requests or 0) if load else 0,
+            running,
+            waiting,
             len(rank.dispatches),
             tail.gone if tail else 0.0,
             rank.last_dispatch,
-            pool.speeds,
+            pace.pool.speeds,
             queue.sd_s,
             queue.noise_s,
-            (load.kv_usage or 0.0) if load else 0.0,
+            kv_usage,
             factor.value,
             factor.sd,
             pace.learned,
             replica.rules,
             tail,
-            self._settings.quantile,
+            self._quantile,
             arrivals_per_s,
             busy,
         )
@@ -221,10 +225,14 @@ class _View:
             prompt.prompt_tokens, 0, tokens, prompt.prompt_tokens, tokens, (tokens, 0, 0, 0)
         )
 
-    def _reuse(self, replica: Replica, match: Match | None, expected: float) -> Reuse:
+    def _reuse(
+        self, replica: Replica, rank: Rank, match: Match | None, ahead_s: float
+    ) -> tuple[Reuse, Tail | None]:
+        """And where it ends."""
         prompt = self._prompt
-        reuse = self._nothing
+        reuse, tail = self._nothing, None
         if match is not None:
+            expected, tail = self._expected(replica, rank, match, ahead_s)
             reuse = Reuse(
                 prompt.prompt_tokens,
                 match.lower,
@@ -238,8 +246,8 @@ class _View:
             or (prompt.cache_salt and not replica.profile.salts_separated)
         ):
             # The engine's events don't tell this namespace apart, so that it may hold blocks that nobody can look up.
-            return reuse._replace(upper=prompt.prompt_tokens)
-        return reuse
+            reuse = reuse._replace(upper=prompt.prompt_tokens)
+        return self._reuses.setdefault(reuse, reuse), tail
 
     def _expected(
         self, replica: Replica, rank: Rank, match: Match, ahead_s: float

@@ -113,14 +113,13 @@ def _unseen_turnover(replica: Replica, rank: Rank, tier: int, now: float) -> flo
 
     Only of the slowest tier that the engine has: what leaves a faster one mostly moves on.
     """
-    lanes = replica.profile.lanes
-    if not lanes or tier != max(lane.tier for lane in lanes):
+    if tier != replica.slowest_tier or not rank.inserted:
         return None
     known = []
-    for lane in lanes:
-        inserted = rank.inserted.get(lane.lane)
-        if lane.tier == tier and inserted is not None:
-            turnover = cold_turnover(lane.capacity_tokens, inserted.rate(now))
+    for lane, capacity_tokens in replica.slowest_lanes:
+        inserted = rank.inserted.get(lane)
+        if inserted is not None:
+            turnover = cold_turnover(capacity_tokens, inserted.rate(now))
             if turnover is not None:
                 known.append(turnover)
     return min(known, default=None)

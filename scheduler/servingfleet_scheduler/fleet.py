@@ -14,7 +14,7 @@ from servingfleet_protos.v1 import common_pb2, stream_pb2
 
 from .backlog import Backlog
 from .eviction import Inserted
-from .hello import core_profile, rules_of
+from .hello import core_profile
 from .replicas import HISTORY_LOST, LIVE, NO_RELAY, RESYNCING, Rank, Replica
 from .room import Room
 from .settings import SchedulerSettings, StaticReplica
@@ -57,6 +57,10 @@ class Fleet:
         """Its replicas, by name."""
         numbers = self._numbers.get(model, {})
         return sorted(numbers.values(), key=lambda replica: replica.name)
+
+    def key_forms(self, model: str) -> set[bool]:
+        """Of its replicas: whether blocks are hashed as pairs of tokens."""
+        return {replica.pairs for replica in self._numbers.get(model, {}).values()}
 
     @property
     def models(self) -> list[str]:
@@ -181,7 +185,7 @@ class Fleet:
         """Raises SessionRefused for a profile that can't be read."""
         core = core_profile(profile, block_tokens=self._settings.block_tokens)
         self._indexes[replica.model].set_profile(replica.number, core)
-        replica.profile, replica.rules = profile, rules_of(profile)
+        replica.describe(profile)
         replica.engine, replica.engine_version = profile.engine, profile.engine_version
 
     def expire(self, now: float) -> list[str]:
@@ -330,7 +334,6 @@ class Fleet:
             profile,
             endpoint=endpoint,
             speeds=self._settings.speeds,
-            rules=rules_of(profile),
         )
         self._numbers[model][replica.number] = replica
         self._replicas[name] = replica

@@ -20,6 +20,8 @@ SAME_STEP_S = 0.005
 """First tokens of one step are seen within this: they take the same way."""
 STARTING_LABELS = 3
 """Observations of a new engine life that are left out."""
+PEER_S = 120.0
+"""A request of another scheduler that was waited for so long is given up: whoever is gone tells nothing more of it."""
 MAX_OPEN = 512
 """Requests of one rank that are waited for; engines run 256 at once by default. Beyond it the oldest says nothing."""
 
@@ -148,6 +150,7 @@ class Labels:
         found = []
         window = max(SAME_STEP_S, step_s / 2)
         firsts = self._firsts
+        self._give_up_peers()
         while firsts:
             count, last = 1, _first(firsts[0])
             while count < len(firsts) and _first(firsts[count]) <= _first(firsts[0]) + window:
@@ -175,6 +178,14 @@ class Labels:
                 continue
             found.append(Group(start, last - start, members))
         return found
+
+    def _give_up_peers(self) -> None:
+        while self._firsts and self._waiting:
+            newest = _first(self._firsts[-1])
+            decision_id, oldest = next(iter(self._waiting.items()))
+            if oldest.own or newest - oldest.at <= PEER_S:
+                return
+            self.lost(decision_id, newest)
 
 
 def _first(sent: Sent) -> float:

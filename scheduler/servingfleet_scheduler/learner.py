@@ -9,7 +9,7 @@ from typing import NamedTuple
 from servingfleet_protos.v1 import common_pb2, routing_pb2
 
 from .fleet import POOL_LABEL, Fleet
-from .labels import Sent
+from .labels import SAME_STEP_S, Sent
 from .learning import Pace, Pool
 from .policy.candidate import Candidate
 from .replicas import Rank, Replica
@@ -103,11 +103,12 @@ class Learner:
         if report.stage in _LOST:
             pace.labels.lost(report.decision_id, now)
         elif report.stage == _Request.STAGE_FIRST_TOKEN:
-            at = decision.at + report.ttft_s if report.HasField("ttft_s") else now
-            pace.labels.first_token(report.decision_id, at, clear=not _full(rank))
+            at = _told(report, decision, now)
+            first = now if at is None else at
+            pace.labels.first_token(report.decision_id, first, clear=not _full(rank))
         elif report.stage in _FINISHED:
-            if report.HasField("ttft_s"):
-                at = decision.at + report.ttft_s
+            at = _told(report, decision, now)
+            if at is not None:
                 pace.labels.first_token(report.decision_id, at, clear=not _full(rank))
             cached, by_tier = _cached(report, decision)
             pace.labels.ended(report.decision_id, now, cached, by_tier)
@@ -138,6 +139,12 @@ class Learner:
         replica = self._fleet.get(name)
         rank = replica.ranks.get(number) if replica is not None else None
         return None if replica is None or rank is None else (replica, rank)
+
+
+def _told(report: _Request, decision: Decision, now: float) -> float | None:
+    """When its first token came, as the report says. None: it does not, or says that it is yet to come."""
+    at = decision.at + report.ttft_s
+    return min(at, now) if report.HasField("ttft_s") and at <= now + SAME_STEP_S else None
 
 
 def _full(rank: Rank) -> bool:

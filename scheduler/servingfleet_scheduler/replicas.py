@@ -10,6 +10,7 @@ from servingfleet_protos.v1 import common_pb2, stream_pb2
 from .backlog import Backlog, Dispatch, Echo, Load
 from .breaker import Breaker
 from .eviction import Inserted
+from .hello import rules_of
 from .learning import Pace
 from .policy.rules import UNKNOWN, Rules
 from .policy.speeds import DEFAULTS, Speeds
@@ -83,6 +84,14 @@ class Replica:
     """Of its pool, as the operator says: what learning starts from."""
     rules: Rules = UNKNOWN
     """What its profile says about time."""
+    pairs: bool = False
+    """Its blocks are hashed as pairs of tokens."""
+    gpu_tokens: int = 0
+    """That a rank's GPU cache takes. 0: not known."""
+    slowest_tier: int = 0
+    """Of those that the engine has."""
+    slowest_lanes: tuple[tuple[int, int], ...] = ()
+    """Of that tier: number, and tokens that it takes."""
     ranks: dict[int, Rank] = field(default_factory=dict)
     connected: bool = False
     """A relay's stream is open."""
@@ -92,16 +101,20 @@ class Replica:
     relay_totals: dict[str, int] = field(default_factory=dict)
     relay_mirror_bytes: int = 0
 
-    @property
-    def pairs(self) -> bool:
-        """Its blocks are hashed as pairs of tokens."""
-        return self.profile.key_form == common_pb2.KEY_FORM_PAIR
+    def __post_init__(self) -> None:
+        self.describe(self.profile)
 
-    @property
-    def gpu_tokens(self) -> int:
-        """Tokens that a rank's GPU cache takes. 0: not known."""
-        lanes = (each for each in self.profile.lanes if each.tier == common_pb2.TIER_GPU)
-        return max((each.capacity_tokens for each in lanes), default=0)
+    def describe(self, profile: stream_pb2.Profile) -> None:
+        """What the engine says of itself. Every route reads it of every replica: so it is taken apart once."""
+        self.profile, self.rules = profile, rules_of(profile)
+        self.pairs = profile.key_form == common_pb2.KEY_FORM_PAIR
+        lanes = profile.lanes
+        gpu = (each.capacity_tokens for each in lanes if each.tier == common_pb2.TIER_GPU)
+        self.gpu_tokens = max(gpu, default=0)
+        slowest = self.slowest_tier = max((each.tier for each in lanes), default=0)
+        self.slowest_lanes = tuple(
+            (each.lane, each.capacity_tokens) for each in lanes if each.tier == slowest
+        )
 
     def speeds_of(self, rank: Rank) -> Speeds:
         """Of a rank, as known last."""

@@ -15,7 +15,7 @@ class RoundRobin:
     from_memory = False
 
     def order(self, estimates: Sequence[Estimate], rng: random.Random) -> list[Estimate]:
-        return sorted(
+        ordered = sorted(
             estimates,
             key=lambda each: (
                 each.candidate.last_dispatch,
@@ -23,3 +23,6 @@ class RoundRobin:
                 each.candidate.rank,
             ),
         )
+        return [
+            each._replace(propensity=0.0 if place else 1.0) for place, each in enumerate(ordered)
+        ]

@@ -130,3 +130,16 @@ def test_an_answer_without_usage_has_no_counts() -> None:
     assert not any(
         report.HasField(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")
     )
+
+
+@pytest.mark.parametrize("nonsense", [-1, 2**32, "7", 1.5, True, [1], object()])
+def test_what_is_no_count_is_not_reported(nonsense: Any) -> None:
+    usage = {
+        "prompt_tokens": nonsense,
+        "prompt_tokens_details": {"cached_tokens": nonsense},
+        "completion_tokens": 3,
+    }
+    report = report_request("d", Stage.STAGE_FINISHED, usage=usage, reuse_when_absent=0)
+    assert not report.HasField("prompt_tokens")
+    assert not report.HasField("cached_tokens")
+    assert report.output_tokens == 3

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from servingfleet_scheduler.labels import MAX_OPEN, STARTING_LABELS, Labels, Sent
+from servingfleet_scheduler.labels import MAX_OPEN, PEER_S, STARTING_LABELS, Labels, Sent
 
 STEP_S = 0.01
 
@@ -186,3 +186,15 @@ def test_others_first_tokens_are_bounded_where_nothing_is_sent_from_here() -> No
     assert len(labels._firsts) <= 2 * MAX_OPEN
     assert not labels._begun
     assert not labels._waiting
+
+
+def test_a_peer_that_is_gone_does_not_end_learning() -> None:
+    labels = warm()
+    labels.peer_sent("peer", 1.0, 1000, 0, 0)
+    found = []
+    for second in range(2, 300):
+        run(labels, str(second), float(second), second + 0.2)
+        found += taken(labels)
+    # What it may have computed in the meantime is not told as the own requests' time.
+    assert len(found) == 299 - 1 - PEER_S
+    assert set(found) == {(0.2, 1)}

@@ -237,3 +237,18 @@ def test_what_another_scheduler_sends_is_not_taken_for_slowness() -> None:
         now += 10.0
     assert rank(scheduler).speed_labels == 20 - STARTING_LABELS + 40
     assert estimated(scheduler, now) == pytest.approx(SECONDS, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [FIRST_TOKEN, routing_pb2.ReportRequest.STAGE_FINISHED])
+def test_a_first_token_told_for_the_future_does_not_end_learning(
+    stage: routing_pb2.ReportRequest.Stage.ValueType,
+) -> None:
+    scheduler = make_scheduler(static=["r1"])
+    now = serve(scheduler, 10)
+    decision_id = scheduler.route(route_request(PROMPT, first=10**8), now).decision_id
+    # Milliseconds, for example.
+    scheduler.report(finished(decision_id, prompt=PROMPT, stage=stage, ttft_s=500.0), now + SECONDS)
+    scheduler.report(finished(decision_id, prompt=PROMPT), now + SECONDS + 0.1)
+    now = serve(scheduler, 20, began=now + 2.0)
+    assert rank(scheduler).speed_labels >= 30 - STARTING_LABELS
+    assert estimated(scheduler, now) == pytest.approx(SECONDS, rel=0.05)

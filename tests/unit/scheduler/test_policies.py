@@ -14,6 +14,7 @@ from servingfleet_scheduler.policy.cost import Cost
 from servingfleet_scheduler.policy.estimate import estimate, others_seconds, work_seconds
 from servingfleet_scheduler.policy.least_loaded import LeastLoaded
 from servingfleet_scheduler.policy.prefix_overlap import PrefixOverlap
+from servingfleet_scheduler.policy.round_robin import RoundRobin
 from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
 
 
@@ -192,6 +193,14 @@ def test_round_robin_takes_the_one_used_longest_ago() -> None:
         make("old", last_dispatch=2),
         make("never"),
     ) == ["never", "old", "new"]
+
+
+def test_round_robin_leaves_nothing_to_chance() -> None:
+    ordered = RoundRobin().order([make(name) for name in "ba"], random.Random(1))
+    assert [(each.candidate.replica, each.propensity) for each in ordered] == [
+        ("a", 1.0),
+        ("b", 0.0),
+    ]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

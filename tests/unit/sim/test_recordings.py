@@ -55,7 +55,7 @@ def test_what_was_pulled_is_not_read_without_the_size_of_its_blocks(
 ) -> None:
     (tmp_path / "engine.json").write_text(json.dumps({"trtllm": "1.2.1", "pulled": True, **unit}))
     recording = read(folder(tmp_path, [MESSAGE], []))
-    with pytest.raises(RecordingError, match="tokens_per_block of engine.json"):
+    with pytest.raises(RecordingError, match="tokens_per_block of engine\\.json"):
         assert recording.pulled_unit_tokens
 
 
