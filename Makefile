@@ -47,7 +47,7 @@ check: $(READY) ## lint, types, import rules, generated code, stubs, the Rust cr
 bench: $(READY) ## time and memory of the hot paths, as ratios, into bench/out
 	$(BIN)/python bench/run.py
 
-routing: $(READY) ## replay public traces (TRACES=FOLDER) and rewrite the tables of docs/routing.md (half an hour)
+routing: $(READY) ## replay public traces (TRACES=FOLDER) and rewrite the tables of docs/routing.md (a quarter of an hour)
 	$(BIN)/python bench/routing.py $(if $(TRACES),--traces $(TRACES))
 
 generate: $(READY) ## regenerate the committed Python of protos/ and the generated pages of docs/

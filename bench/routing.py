@@ -37,6 +37,8 @@ class Table:
     arguments: str
     """Of `servingfleet replay`; traces lie in $TRACES."""
     columns: Mapping[str, Cell]
+    report: str = ""
+    """Of another table with the same command, which is not run again."""
 
 
 def figure(name: str, factor: float = 1.0, form: str = ".2f") -> Cell:
@@ -146,6 +148,12 @@ TABLES = (
     Table("synthetic", f"{SYNTHETIC} {FLEET} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("agentic", f"{AGENTIC} {LONG} {POLICIES}", {**TIMES, **REUSE, **LOADS}),
     Table("worth-conversation", f"{CONVERSATION} {FLEET} {WORTH}", {**TIMES, **REUSE}),
+    Table(
+        "calibration",
+        f"{CONVERSATION} {FLEET} {WORTH}",
+        {**CALIBRATION, "in bounds, %": share("interval_hit", ".2f")},
+        report="worth-conversation",
+    ),
     Table("worth-synthetic", f"{SYNTHETIC} {FLEET} {WORTH}", {**TIMES, **REUSE}),
     Table("worth-agentic", f"{AGENTIC} {LONG} {WORTH}", {**TIMES, **REUSE}),
     Table(
@@ -196,7 +204,7 @@ def main() -> int:
     for table in TABLES:
         if arguments.only and table.name not in arguments.only:
             continue
-        if not arguments.rewrite:
+        if not arguments.rewrite and not table.report:
             if TRACES in table.arguments and arguments.traces is None:
                 parser.error(f"table {table.name} needs --traces, the folder of the public traces")
             _run(table, arguments.traces, arguments.jobs)
@@ -206,7 +214,7 @@ def main() -> int:
 
 
 def _report(table: Table) -> Path:
-    return OUT / f"{table.name}.json"
+    return OUT / f"{table.report or table.name}.json"
 
 
 def _run(table: Table, traces: Path | None, jobs: int | None) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import DeadlineUnreachable, NotAdmitted, QueueFull, TargetUnreachable
+from .learning import LEAST_SHARE
 from .policy.candidate import PARTS, Candidate, Estimate
 from .policy.estimate import prefill_seconds
 from .settings import AdmissionSettings
@@ -51,6 +52,8 @@ def earliest(estimate: Estimate) -> Earliest:
         upper = candidate.reuse.upper
         computed = candidate.reuse.prompt_tokens - upper
         work_s = candidate.scale * prefill_seconds(speeds, computed, upper)
+    if speeds.assumed:
+        work_s *= LEAST_SHARE  # it may be as much faster as learning allows
     noise = math.hypot(candidate.queue_noise_s, speeds.noise_share * work_s)
     return Earliest(candidate.queue_s + work_s, noise)
 
@@ -118,7 +121,10 @@ class Admission:
         if admitted:
             gate.closed = False
             return admitted
-        if not any(not self._over(when, each, limit, 1.0) for when, each in found):
+        # What even idle engines can't do says nothing of how busy they are.
+        if any(self._idle(when, each) <= limit.seconds for when, each in found) and all(
+            self._over(when, each, limit, 1.0) for when, each in found
+        ):
             gate.closed, gate.refused = True, now
         error = self._refusal(gate, found, limit, share, now)
         self.rejections[*key, error.reason] += 1
@@ -160,6 +166,11 @@ class Admission:
             share = 1.0
         return when.seconds + self._settings.z * when.sd_s > share * limit.seconds
 
+    def _idle(self, when: Earliest, each: Estimate) -> float:
+        """Seconds that must fit, were nothing ahead."""
+        work_s = when.seconds - each.candidate.queue_s
+        return work_s * (1.0 + self._settings.z * each.candidate.speeds.noise_share)
+
     def _refusal(
         self,
         gate: _Gate,
@@ -174,7 +185,6 @@ class Admission:
         work_s = when.seconds - queue_s
         careful = when.seconds + self._settings.z * when.sd_s
         over = max(careful - share * limit.seconds, queue_s - share * limit.queue_s)
-        idle = work_s * (1.0 + self._settings.z * candidate.speeds.noise_share)
         metadata = {
             "estimate_s": f"{when.seconds:.3f}",
             "sd_s": f"{when.sd_s:.3f}",
@@ -194,7 +204,7 @@ class Admission:
                 else {}
             ),
         }
-        if idle <= limit.seconds:
+        if self._idle(when, best) <= limit.seconds:
             delay = self._slot(gate, over, work_s, len(found), now)
         else:
             delay = RETRY_MOST_S  # a retry helps only if caches fill meanwhile

@@ -253,14 +253,14 @@ class _View:
         self, replica: Replica, rank: Rank, match: Match, ahead_s: float
     ) -> tuple[float, Tail | None]:
         """Tokens to count on, and where they end."""
-        tail = None
+        expectations, now = self._expectations, self._now
+        tail: Tail | None = None
+        stretches: Stretches = ()
         if match.tail_tier:
-            tail = self._expectations.tail(replica, rank, match, ahead_s, self._now)
-
-        def stretches() -> Stretches:
-            hashes = self._prompt.hashes(replica.pairs)
-            return self._fleet.idle(replica, rank.number, hashes, self._now)
-
-        return self._expectations.tokens(
-            replica, rank, match, tail, stretches, self._settings.block_tokens, self._now
+            tail = expectations.tail(replica, rank, match, ahead_s, now)
+            if tail is not None and tail.gone > 0.0:
+                hashes = self._prompt.hashes(replica.pairs)
+                stretches = self._fleet.idle(replica, rank.number, hashes, now)
+        return expectations.tokens(
+            replica, rank, match, tail, stretches, self._settings.block_tokens, now
         )

@@ -25,10 +25,15 @@ class Credit:
     replica: str
     model: str
     rank: int
-    blocks: int
+    hashes: bytes
     expires: float
     origin: str
     """Instance id of the scheduler that dispatched; empty: this one."""
+
+    @property
+    def blocks(self) -> int:
+        """How many it names."""
+        return len(self.hashes) // HASH_BYTES
 
 
 class Credits:
@@ -79,7 +84,7 @@ class Credits:
             decision_id, replica.number, rank, hashes, prompt_tokens, due
         ):
             return False
-        credit = Credit(decision_id, replica.name, replica.model, rank, blocks, expires, origin)
+        credit = Credit(decision_id, replica.name, replica.model, rank, hashes, expires, origin)
         self._open[decision_id] = credit
         self._blocks += blocks
         heapq.heappush(self._ends, (expires, decision_id))
@@ -104,16 +109,28 @@ class Credits:
             heapq.heapify(self._ends)
         return credit
 
-    def served(self, decision_id: str, until: float) -> Credit | None:
-        """Its request ran to the end: what the engine has not told of by `until` is not there. None if there is none."""
+    def served(self, decision_id: str, until: float, now: float) -> Credit | None:
+        """Its request ran to the end: what the engine has not told of by `until` is not there. None if there is none.
+
+        Where all of it is told, events say from here on what is there: the credit ends.
+        """
         credit = self._open.get(decision_id)
         if credit is None:
             return None
+        if self._told(credit, now):
+            return self.end(decision_id)
         self._served.setdefault((credit.replica, credit.rank), set()).add(decision_id)
         if until < credit.expires:
             self._open[decision_id] = replace(credit, expires=until)
             heapq.heappush(self._ends, (until, decision_id))
         return credit
+
+    def _told(self, credit: Credit, now: float) -> bool:
+        replica = self._fleet.get(credit.replica)
+        if replica is None or replica.model != credit.model or credit.rank not in replica.ranks:
+            return True  # whoever held it is gone
+        told = self._fleet.idle(replica, credit.rank, credit.hashes, now)
+        return sum(blocks for blocks, _ in told) == credit.blocks
 
     def cleared(self, replica: str, rank: int) -> None:
         """A cache was emptied: what served requests left there is gone with it."""

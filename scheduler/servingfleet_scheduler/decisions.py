@@ -28,6 +28,16 @@ class Footing(NamedTuple):
     """Credits stood there: part of it may be of prompts that were not computed yet."""
 
 
+class Promise(NamedTuple):
+    """What a target was predicted to reuse."""
+
+    reuse: Reuse
+    tail: Tail | None
+    """Where that ends, as far as known."""
+    footing: Footing | None
+    """None: its stream was not whole."""
+
+
 @dataclass(slots=True)
 class Pending:
     """An open decision."""
@@ -35,18 +45,14 @@ class Pending:
     decision: Decision
     request_id: str
     response: routing_pb2.RouteResponse
-    predictions: Mapping[tuple[str, int], Reuse]
-    """Of the best targets at that moment, for outcomes that ran elsewhere."""
-    tails: Mapping[tuple[str, int], Tail]
-    """Of the same, as far as known: where each prediction ends."""
+    promises: Mapping[tuple[str, int], Promise]
+    """Of the best targets at that moment: the request may run elsewhere."""
     session: int = 0
     """As `pins` names it. 0: none."""
     failed: set[tuple[str, int]] = field(default_factory=set)
     """Targets whose failure was told of before: each counts once."""
     given: int = 1
     """Calls that were answered with it."""
-    footings: Mapping[tuple[str, int], Footing] = field(default_factory=dict)
-    """Of the same targets, where their streams were whole."""
 
 
 class Decisions:

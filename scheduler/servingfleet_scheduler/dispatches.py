@@ -17,7 +17,7 @@ from . import answers
 from .backlog import Dispatch
 from .candidates import Considered, Option, basis, next_best
 from .credits import Credits
-from .decisions import Decisions, Footing, Pending
+from .decisions import Decisions, Footing, Pending, Promise
 from .fleet import MAX_DELTA_HASHES, Fleet
 from .learner import Learner
 from .memory import Memory, blocks_of
@@ -108,19 +108,8 @@ class Dispatches:
                 for each in next_best(admitted, request.max_fallbacks)
             ],
         )
-        predictions = {
-            considered.option(each).key: each.candidate.reuse
-            for each in considered.ordered[: self._settings.predictions_kept]
-        }
-        tails = {
-            considered.option(each).key: each.candidate.tail
-            for each in considered.ordered[: self._settings.predictions_kept]
-            if each.candidate.tail is not None
-        }
-        pending = Pending(
-            *(decision, request.request_id, response, predictions, tails, considered.session),
-            footings=self._footings([considered.options[key] for key in predictions]),
-        )
+        promises = self._promises(considered)
+        pending = Pending(*(decision, request.request_id, response, promises, considered.session))
         for dropped in self._decisions.add(pending):
             self.release(dropped.response.decision_id, dropped.decision, now)
         self._count += 1
@@ -188,20 +177,21 @@ class Dispatches:
     ) -> None:
         """The request no longer runs there: nothing waits for it, and its credit ends. `served`: it ran there to its end,
         and what it left is there before the engine's events tell."""
+        replica = self._fleet.get(decision.replica)
+        rank = replica.ranks.get(decision.rank) if replica else None
+        # Before: peers were told of no first token.
+        waited = rank is not None and decision_id in rank.backlog
         if served:
             self.first_token(decision_id, decision, now, just_now=False)
         self._learner.lost(decision_id, decision, now)
-        replica = self._fleet.get(decision.replica)
-        rank = replica.ranks.get(decision.rank) if replica else None
-        waited = False
         if rank is not None:
             known = rank.dispatches.pop(decision_id, None)
             stayed = served and known is not None and known.began <= now
             rank.room.ended(decision_id, now - known.began if known and stayed else None)
-            waited = rank.backlog.withdrawn(decision_id, now)
+            rank.backlog.withdrawn(decision_id, now)
         if served:
             until = now + self._settings.credit_served_s
-            credit = self._credits.served(decision_id, until)
+            credit = self._credits.served(decision_id, until, now)
         else:
             credit = self._credits.end(decision_id)
         if credit is not None or waited:
@@ -210,16 +200,18 @@ class Dispatches:
             )
             self._tell_peers(decision, credit_ended=ended)
 
-    def _footings(self, options: Sequence[Option]) -> dict[tuple[str, int], Footing]:
-        """Before the credit of this dispatch opens. Not of ranks whose stream is cut, cold or in doubt."""
+    def _promises(self, considered: Considered) -> dict[tuple[str, int], Promise]:
+        """Before the credit of this dispatch opens."""
+        index = self._fleet.index(considered.prompt.model)
         found = {}
-        for replica, rank, *_ in options:
-            index = self._fleet.index(replica.model)
-            if index is None or not (replica.connected and rank.warm) or rank.doubted:
-                continue
-            credited = index.credits(replica.number, rank.number) > 0
-            key = replica.name, rank.number
-            found[key] = Footing(rank.incarnation, rank.engine_seq, credited)
+        for each in considered.ordered[: self._settings.predictions_kept]:
+            key = each.candidate.replica, each.candidate.rank
+            replica, rank, candidate, _ = considered.options[key]
+            footing = None
+            if index is not None and replica.connected and rank.warm and not rank.doubted:
+                credited = index.credits(replica.number, rank.number) > 0
+                footing = Footing(rank.incarnation, rank.engine_seq, credited)
+            found[key] = Promise(candidate.reuse, candidate.tail, footing)
         return found
 
     def tell(

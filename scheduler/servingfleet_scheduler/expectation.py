@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from servingfleet_core import Match
 
@@ -48,15 +48,15 @@ class Expectations:
         rank: Rank,
         match: Match,
         tail: Tail | None,
-        stretches: Callable[[], Stretches],
+        stretches: Stretches,
         block_tokens: int,
         now: float,
     ) -> tuple[float, Tail | None]:
         """Tokens to count on; and the tail, with the loss foreseen. `stretches`: of blocks from the first on, with their
-        idle times; asked for if need be."""
+        idle times; of use only where the tail may be gone."""
         expected = float(match.predicted)
         if tail is not None and tail.gone > 0.0:
-            surviving = self._surviving(replica, tail, stretches(), match.predicted, block_tokens)
+            surviving = self._surviving(replica, tail, stretches, match.predicted, block_tokens)
             tail = tail._replace(loss=match.predicted - surviving)
             pool = replica.labels.get(POOL_LABEL, "")
             expected -= tail.loss * self.evictions.loss_share(pool, tail.tier)

@@ -219,6 +219,7 @@ class Pool:
                 matrix[2][2] / PAIRS**2,
             ),
             NOISE_WIDENING * self._noise if self.labels else prior.noise_share,
+            prior.assumed and not self.labels,
         )
 
 

@@ -116,10 +116,12 @@ class Outcomes:
         if report.stage == Request.STAGE_FAILED:
             failed.append(ran)
         told = pending.failed if pending is not None else set[tuple[str, int]]()
+        named = {own} if pending is None else _named(pending)
         # Of a decision that is forgotten only its end can come once.
         if pending is not None or report.stage in _ENDS:
             for target in failed:
-                if target not in told and len(told) <= MAX_FALLBACKS:
+                # Nobody's word counts for targets that it was not given.
+                if target in named and target not in told:
                     told.add(target)
                     self.health.failed(target, decision.at, now)
         if report.stage == Request.STAGE_FIRST_TOKEN:
@@ -160,15 +162,15 @@ class Outcomes:
             decision.upper,
             decision.expected,
         )
+        promise = pending.promises.get(target) if pending else None
         if target != (decision.replica, decision.rank):
             self.ledger.set_aside("ran_elsewhere", now, decision.model, decision.replica)
-            there = pending.predictions.get(target) if pending else None
-            if there is None:
+            if promise is None:
                 return Response(
                     disposition=Response.DISPOSITION_SET_ASIDE,
                     detail=f"ran_elsewhere: {target[0]} rank {target[1]} was not among the best",
                 )
-            reuse = there
+            reuse = promise.reuse
             self.ledger.moved(decision.model, decision.replica, target[0], decision.at)
         own = decision.owner == self.instance_id
         self.ledger.joined(
@@ -181,7 +183,7 @@ class Outcomes:
             own=own,
         )
         actual = report.cached_tokens
-        footing = pending.footings.get(target) if pending else None
+        footing = promise.footing if promise is not None else None
         if footing is not None:
             # What rests on credits may not have been computed in time.
             predicted = reuse.lower if footing.credited else reuse.predicted
@@ -193,7 +195,7 @@ class Outcomes:
                 disposition=Response.DISPOSITION_ORPHAN_JOIN,
                 detail="this scheduler does not remember the decision: counted from its id",
             )
-        self.learned(target, reuse, pending.tails.get(target), actual, now)
+        self.learned(target, reuse, promise.tail if promise is not None else None, actual, now)
         return Response(disposition=Response.DISPOSITION_JOINED)
 
     def _check(self, report: Request, decision: Decision, now: float) -> None:
@@ -225,6 +227,13 @@ def served(report: Request, decision: Decision) -> bool:
     """It ran to its end where it was sent."""
     ended_well = report.stage in (Request.STAGE_UNSPECIFIED, Request.STAGE_FINISHED)
     return ended_well and ran_target(report, decision) == (decision.replica, decision.rank)
+
+
+def _named(pending: Pending) -> set[tuple[str, int]]:
+    """The decision's target and its fallbacks."""
+    answer = pending.response
+    targets = (answer.target, *(each.target for each in answer.fallbacks))
+    return {(each.replica, each.rank) for each in targets}
 
 
 def ran_target(report: Request, decision: Decision) -> tuple[str, int]:

@@ -69,6 +69,7 @@ def _speeds(pool: _Pool) -> Speeds:
         # An engine that is slower in the linear part is slower in attention too.
         attention_s=DEFAULTS.attention_s * token_s / DEFAULTS.token_s,
         step_tokens=pool.step_tokens or DEFAULTS.step_tokens,
+        assumed=pool.prefill_tokens_per_s is None,
         host=_tier(DEFAULTS.host, tiers.get("host"), scale),
         disk=_tier(DEFAULTS.disk, tiers.get("disk"), scale),
         shared=_tier(DEFAULTS.shared, tiers.get("shared"), scale),

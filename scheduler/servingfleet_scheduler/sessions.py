@@ -342,7 +342,7 @@ class Session:
                 rank.room.ended(credit.decision_id)
         if known is not None and credit.served:
             until = now + self._streams.settings.credit_served_s
-            self._streams.credits.served(credit.decision_id, until)
+            self._streams.credits.served(credit.decision_id, until, now)
         elif known is not None:
             self._streams.credits.end(credit.decision_id)
         elif not (waited or own or self._streams.over(credit.decision_id)):

@@ -92,6 +92,8 @@ class Speeds:
     covariance: Covariance | None = None
     """None: nothing was learned, all is uncertain by PRIOR_SHARE."""
     noise_share: float = NOISE_SHARE
+    assumed: bool = False
+    """Nobody has said how fast it is, and nothing was learned yet."""
 
     def steps(self, tokens: float) -> int:
         """Of the engine, to compute so many tokens: one at least."""
@@ -113,6 +115,7 @@ class Speeds:
             self.unproven_s,
             self.covariance,
             self.noise_share,
+            self.assumed,
         )
 
 
@@ -120,4 +123,4 @@ def _scaled(tier: TierSpeed, factor: float) -> TierSpeed:
     return TierSpeed(tier.fixed_s * factor, tier.token_s * factor, tier.sd_share)
 
 
-DEFAULTS = Speeds()
+DEFAULTS = Speeds(assumed=True)

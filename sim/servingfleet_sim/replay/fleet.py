@@ -202,4 +202,5 @@ def _true_speeds(pool: PoolSpec) -> Speeds:
         step_tokens=pool.step_tokens,
         host=tiers.get("host", DEFAULTS.host),
         disk=tiers.get("disk", DEFAULTS.disk),
+        assumed=False,
     )

@@ -137,8 +137,10 @@ class World:
                 relay.hear(session, message)
 
     def rest(self) -> None:
-        """Nothing is to come: the schedulers look once more at what is due."""
-        self._tick()
+        """Nothing is to come: the schedulers look once more at what is due, when the credits of what was served have ended."""
+        for scheduler in self.schedulers:
+            scheduler.tick(self.clock.now + scheduler.settings.credit_served_s)
+        self.pump()
 
     # What clients do
 

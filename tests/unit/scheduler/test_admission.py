@@ -256,6 +256,12 @@ def test_a_closed_class_does_not_refuse_what_an_idle_engine_can_do() -> None:
     assert gate.admit(MODEL, [make()], deadline(1.05), now=1.0)
 
 
+def test_what_no_idle_engine_can_do_closes_nothing_to_others() -> None:
+    gate = admission()
+    refusal(make(queue_s=1.9), limit=deadline(0.5), to=gate)
+    assert gate.admit(MODEL, [make(queue_s=1.9)], deadline(3.0), now=1.0)
+
+
 def test_a_class_is_not_kept_closed_by_those_whom_only_that_refuses() -> None:
     gate = admission()
     limit = deadline(3.0)

@@ -221,6 +221,24 @@ def test_failures_before_it_ran_elsewhere_speak_against_where_it_failed() -> Non
     assert set(refused(scheduler, 1.0)) == {"r1"}
 
 
+def test_a_report_speaks_only_against_targets_that_it_was_given() -> None:
+    scheduler = make_scheduler(static=["r1", "r2", "r3"], breaker=EXACT)
+    others = [Target(replica="r2"), Target(replica="r3")]
+    for number in range(2):
+        request = route_request(only=[Target(replica="r1")], first=number)
+        decided = scheduler.route(request, 0.0)
+        said = finished(decided.decision_id, failed_on=others)
+        scheduler.report(said, 0.1)
+    assert refused(scheduler, 1.0) == {}
+    for number in range(2):
+        request = route_request(only=others, max_fallbacks=1, first=100 + number)
+        decided = scheduler.route(request, 1.0)
+        assert len(decided.fallbacks) == 1
+        said = finished(decided.decision_id, stage=Stage.STAGE_FAILED, failed_on=others)
+        scheduler.report(said, 1.1)
+    assert set(refused(scheduler, 2.0)) == {"r2", "r3"}
+
+
 def test_a_report_can_not_name_more_failures_than_there_are_fallbacks() -> None:
     scheduler = make_scheduler(static=["r1"])
     decided = scheduler.route(route_request(), 0.0)

@@ -333,6 +333,19 @@ def test_what_the_engine_never_told_of_a_served_prompt_is_not_there() -> None:
     assert len(scheduler.credits) == 0
 
 
+def test_where_the_events_have_told_of_all_of_it_a_served_prompt_leaves_no_credit() -> None:
+    scheduler = make_scheduler()
+    relay = FakeRelay(scheduler, "r1").hello()
+    relay.snapshot(hashes(64))
+    decision_id = scheduler.route(route_request(65), 0.0).decision_id
+    assert len(scheduler.credits) == 1
+    scheduler.report(finished(decision_id, prompt=65, cached=64), 1.0)
+    assert len(scheduler.credits) == 0
+    # It was reused, so that no event names it again: an eviction must not be hidden by the credit.
+    relay.send(delta=stream_pb2.Delta(op=stream_pb2.Delta.OP_DROP, hashes=hashes(64)))
+    assert predicted(scheduler) == 0
+
+
 def test_an_emptied_cache_takes_what_served_prompts_left() -> None:
     scheduler, relay = served()
     waiting = scheduler.route(route_request(33, first=500), 1.0).decision_id

@@ -6,6 +6,7 @@ import pytest
 
 from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2, stream_pb2
 from servingfleet_scheduler.clock import Clock
+from servingfleet_scheduler.errors import NotAdmitted
 from servingfleet_scheduler.labels import STARTING_LABELS
 from servingfleet_scheduler.metrics import Metrics
 from servingfleet_scheduler.service import Scheduler
@@ -252,3 +253,20 @@ def test_a_first_token_told_for_the_future_does_not_end_learning(
     now = serve(scheduler, 20, began=now + 2.0)
     assert rank(scheduler).speed_labels >= 30 - STARTING_LABELS
     assert estimated(scheduler, now) == pytest.approx(SECONDS, rel=0.05)
+
+
+def test_a_deadline_below_what_is_assumed_of_an_engine_is_no_reason_to_refuse() -> None:
+    scheduler = make_scheduler(static=["r1"])
+    for number in range(10):
+        now = float(number)
+        request = route_request(
+            64, first=number * 64, deadline_s=0.03
+        )  # a step alone is assumed to take 40 ms
+        decision_id = scheduler.route(request, now).decision_id
+        report = routing_pb2.ReportRequest(decision_id=decision_id, stage=FIRST_TOKEN)
+        scheduler.report(report, now + 0.2)
+        scheduler.report(finished(decision_id), now + 0.3)
+        if rank(scheduler).speed_labels:
+            break
+    with pytest.raises(NotAdmitted):
+        scheduler.route(request, 20.0)

@@ -264,7 +264,7 @@ def test_explain_lists_refused_targets_last_with_the_reason() -> None:
     ]
     assert found == [
         ("r2", True, ""),
-        ("r3", False, "55.811 s, ±0.265 s, is beyond the deadline, 1.000 s"),
+        ("r3", False, "55.770 s, ±0.265 s, is beyond the deadline, 1.000 s"),
         ("r1", False, "excluded by the request"),
     ]
 

@@ -132,6 +132,16 @@ def test_an_end_takes_work_and_credit_away_wherever_it_is_reported(
     assert not any(each.streams.drops for each in fleet.schedulers.values())
 
 
+def test_a_peer_hears_of_the_end_of_a_prompt_without_a_whole_block() -> None:
+    fleet = Fleet("r1")
+    decided = fleet.route("one", BLOCK - 1)
+    fleet.echo()
+    assert fleet.queue_s("two") > 0.0
+    fleet.report("one", decided.decision_id, Stage.STAGE_FINISHED, BLOCK - 1)
+    fleet.echo()
+    assert fleet.queue_s("two") == 0.0
+
+
 def test_a_new_engine_life_has_nothing_ahead() -> None:
     fleet = Fleet("r1")
     fleet.route("one", 5000)
