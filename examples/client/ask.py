@@ -38,6 +38,7 @@ def ask(client: fleet.Client, prompt: list[int]) -> dict[str, Any]:
     # However the block ends, the scheduler is told: that gives the credit back, and keeps the figures honest.
     with client.request(prompt) as routed:
         answer = send(routed, {"model": client.model, "prompt": prompt, "max_tokens": 1}, 60.0)
+        routed.first_token()  # it is the only one: a client that streams says so when it comes
         routed.finished(answer["usage"])
     reused = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
     print(

@@ -108,7 +108,7 @@ class Dispatches:
                 for each in next_best(admitted, request.max_fallbacks)
             ],
         )
-        promises = self._promises(considered)
+        promises = self._promises(considered, admitted)
         pending = Pending(*(decision, request.request_id, response, promises, considered.session))
         for dropped in self._decisions.add(pending):
             self.release(dropped.response.decision_id, dropped.decision, now)
@@ -200,11 +200,13 @@ class Dispatches:
             )
             self._tell_peers(decision, credit_ended=ended)
 
-    def _promises(self, considered: Considered) -> dict[tuple[str, int], Promise]:
+    def _promises(
+        self, considered: Considered, admitted: Sequence[Estimate]
+    ) -> dict[tuple[str, int], Promise]:
         """Before the credit of this dispatch opens."""
         index = self._fleet.index(considered.prompt.model)
         found = {}
-        for each in considered.ordered[: self._settings.predictions_kept]:
+        for each in admitted[: self._settings.predictions_kept]:
             key = each.candidate.replica, each.candidate.rank
             replica, rank, candidate, _ = considered.options[key]
             footing = None

@@ -128,7 +128,8 @@ class Calibration:
         """Chance that a block idle for `idle_s` is still there in `ahead_s`."""
         if idle_s + ahead_s <= self.safe_share * turnover_s:
             return 1.0
-        return math.exp(self._log_alive(idle_s, ahead_s, turnover_s)[0])
+        before, after, *_ = self._odds(idle_s, ahead_s, turnover_s)
+        return math.exp(min(0.0, _softplus(before) - _softplus(after)))
 
     def learn(self, tail: Tail, gone: bool) -> None:
         """The block turned out to be gone, or was there. One that was safe says nothing of eviction, whatever came of
@@ -136,10 +137,13 @@ class Calibration:
         risky = min(SAFE_SHARE, self.safe_share) * tail.turnover_s
         if tail.idle_s + tail.ahead_s <= risky:
             return
-        log_alive, by_shift, by_sharpness = self._log_alive(
+        before, after, log_before, log_after, spread = self._odds(
             tail.idle_s, tail.ahead_s, tail.turnover_s
         )
-        alive = math.exp(log_alive)
+        alive = math.exp(min(0.0, _softplus(before) - _softplus(after)))
+        dead_before, dead_after = _logistic(before), _logistic(after)
+        by_shift = (dead_before - dead_after) / spread
+        by_sharpness = (dead_before * log_before - dead_after * log_after) / spread
         chance = OTHER_LOSSES + (1 - OTHER_LOSSES) * (1 - alive)
         chance = min(chance, 1 - OTHER_LOSSES)
         # Derivatives of `chance`.
@@ -165,24 +169,20 @@ class Calibration:
     def _kept(information: float, prior: float) -> float:
         return (1 - FORGET) * information + FORGET * prior
 
-    def _log_alive(
+    def _odds(
         self, idle_s: float, ahead_s: float, turnover_s: float
-    ) -> tuple[float, float, float]:
-        """log(S(a + d) / S(a)), and its derivatives by shift and by sharpness."""
+    ) -> tuple[float, float, float, float, float]:
+        """Log-odds of death by now and by then, the logarithms of the times that they are of, and g."""
         # A cache may turn over within one tick of the clock.
         turnover_s = max(turnover_s, LEAST_IDLE_S)
         spread = SHORT_SPREAD if turnover_s < SHORT_TURNOVER_S else SPREAD
-        turnover_s = max(turnover_s, LEAST_IDLE_S)
         before = max(idle_s, LEAST_IDLE_S) / turnover_s
         after = max(idle_s + ahead_s, LEAST_IDLE_S) / turnover_s
         log_before, log_after = math.log(before), math.log(after)
-        odds_before = (self.shift + self.sharpness * log_before) / spread
-        odds_after = (self.shift + self.sharpness * log_after) / spread
-        dead_before, dead_after = _logistic(odds_before), _logistic(odds_after)
         return (
-            min(0.0, _softplus(odds_before) - _softplus(odds_after)),
-            (dead_before - dead_after) / spread,
-            (dead_before * log_before - dead_after * log_after) / spread,
+            (self.shift + self.sharpness * log_before) / spread,
+            (self.shift + self.sharpness * log_after) / spread,
+            *(log_before, log_after, spread),
         )
 
 

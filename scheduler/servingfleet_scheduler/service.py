@@ -186,7 +186,8 @@ class Scheduler:
         for each in considered.ordered:
             why = self.admission.refused(request.model, each, limit, now)
             (refused if why else fitting).append((each, why))
-        if refused and considered.pinned is None:
+        stays = bool(fitting) and considered.option(fitting[0][0]).key == considered.pinned
+        if refused and not stays:
             again = self._policy.order([each for each, _ in fitting], rng)
             fitting = [(each, "") for each in again]
         for option in considered.options.values():

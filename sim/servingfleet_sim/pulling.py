@@ -15,7 +15,7 @@ from servingfleet_relay.load import EngineHttp, ScrapeFailed
 from servingfleet_relay.pull import pull
 from servingfleet_relay.settings import RelaySettings
 
-from .recorder import NotHeard
+from .recorder import NEVER_QUIET_S, NotHeard
 from .recordings import Message
 
 INTERVAL_S = RelaySettings.pull_interval_s
@@ -61,15 +61,17 @@ class PullRecorder:
         finally:
             await engine.close()
 
-    async def quiet(self, seconds: float) -> None:
-        """Waits so long, and then until a pull has brought nothing."""
+    async def quiet(self, seconds: float, at_most_s: float = NEVER_QUIET_S) -> None:
+        """Waits so long, and then until a pull has brought nothing, at most `at_most_s`."""
         await asyncio.sleep(seconds)
         heard = -1
-        while heard != self.messages:
-            heard, begun = self.messages, self._begun
-            while self._ended <= begun:
-                self._pulled.clear()
-                await self._pulled.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                while heard != self.messages:
+                    heard, begun = self.messages, self._begun
+                    while self._ended <= begun:
+                        self._pulled.clear()
+                        await self._pulled.wait()
 
     async def _join(self, engine: EngineHttp, connect_s: float) -> None:
         try:

@@ -34,6 +34,8 @@ REPLAY_S = 5.0
 JOIN_S = 0.2
 """From the handshake until the engine surely knows of the subscription: ZeroMQ doesn't tell, and where there is no
 replay socket whatever comes before is lost."""
+NEVER_QUIET_S = 30.0
+"""An engine that is not quiet by then has other clients, and never will be."""
 
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN = zmq.Event.DISCONNECTED
@@ -102,13 +104,14 @@ class Recorder:
         finally:
             self._context.destroy(linger=0)
 
-    async def quiet(self, seconds: float) -> None:
-        """Waits until nothing was published for so long."""
+    async def quiet(self, seconds: float, at_most_s: float = NEVER_QUIET_S) -> None:
+        """Waits until nothing was published for so long. Where others keep the engine busy: `at_most_s`, or `seconds`."""
         with contextlib.suppress(TimeoutError):
-            while True:
-                self._heard.clear()
-                async with asyncio.timeout(seconds):
-                    await self._heard.wait()
+            async with asyncio.timeout(max(seconds, at_most_s)):
+                while True:
+                    self._heard.clear()
+                    async with asyncio.timeout(seconds):
+                        await self._heard.wait()
 
     async def _connected(self, deadline_s: float) -> None:
         for rank in self._ranks:

@@ -400,9 +400,10 @@ def test_a_deadline_counts_more_than_a_pin() -> None:
     scheduler.route(route_request(session_id="s", only=[busy]), 0.0)
     stays = scheduler.route(route_request(session_id="s", pin_session=True), 0.0)
     assert (stays.target.replica, stays.pinned) == ("r1", True)
-    moved = scheduler.route(
-        route_request(session_id="s", pin_session=True, deadline_s=1.0, first=7), 0.0
-    )
+    request = route_request(session_id="s", pin_session=True, deadline_s=1.0, first=7)
+    shown = scheduler.explain(request, 0.0).candidates[0]
+    assert (shown.target.replica, shown.chosen, shown.propensity) == ("r2", True, 1.0)
+    moved = scheduler.route(request, 0.0)
     assert (moved.target.replica, moved.pinned, moved.propensity) == ("r2", False, 1.0)
 
 

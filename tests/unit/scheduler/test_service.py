@@ -357,3 +357,22 @@ def test_figures_by_replica_add_up_to_the_models() -> None:
     total, *single = scheduler.get_reuse(request, 10.0).reports
     assert [each.replica for each in single] == ["r1", "r2"]
     assert total.sums.actual == sum(each.sums.actual for each in single) == 6 * 16
+
+
+def test_what_was_promised_is_remembered_also_of_a_target_behind_many_that_are_too_late() -> None:
+    scheduler = make_scheduler(static=[f"r{n:02}" for n in range(20)], policy="round-robin")
+    for number in range(19):
+        busy = [common_pb2.Target(replica=f"r{number:02}")]
+        for prompt in range(2):
+            scheduler.route(
+                route_request(40_000, first=(2 * number + prompt) * 50_000, only=busy), 0.0
+            )
+    request = route_request(
+        deadline_s=1.0, first=7, only=[common_pb2.Target(replica=f"r{n:02}") for n in range(20)]
+    )
+    scheduler.route(route_request(8, only=[common_pb2.Target(replica="r19")]), 0.0)
+    decided = scheduler.route(request, 0.0)
+    assert decided.target.replica == "r19"
+    pending = scheduler.decisions.get(decided.decision_id)
+    assert pending is not None
+    assert ("r19", 0) in pending.promises
