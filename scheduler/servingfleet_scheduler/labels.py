@@ -20,8 +20,8 @@ SAME_STEP_S = 0.005
 """First tokens of one step are seen within this: they take the same way."""
 STARTING_LABELS = 3
 """Observations of a new engine life that are left out."""
-PEER_S = 120.0
-"""A request of another scheduler that was waited for so long is given up: whoever is gone tells nothing more of it."""
+PATIENCE_S = 120.0
+"""A request is given up when one that was sent so much later has had its first token: whoever is gone tells nothing more."""
 MAX_OPEN = 512
 """Requests of one rank that are waited for; engines run 256 at once by default. Beyond it the oldest says nothing."""
 
@@ -70,8 +70,8 @@ class Labels:
     """By first token; those not yet part of a group."""
     _previous: float = -math.inf
     """Last first token of the last group."""
-    _unclear_until: float = -math.inf
-    """Nobody knows what ran before."""
+    _unclear: list[tuple[float, float]] = field(default_factory=list)
+    """Times, from and until, at which something ran of which nothing is known."""
     _skip: int = STARTING_LABELS
 
     def restarted(self, incarnation: int) -> None:
@@ -80,7 +80,8 @@ class Labels:
         self._waiting.clear()
         self._begun.clear()
         self._firsts.clear()
-        self._previous = self._unclear_until = -math.inf
+        self._unclear.clear()
+        self._previous = -math.inf
         self._skip = STARTING_LABELS
 
     def sent(self, decision_id: str, sent: Sent) -> None:
@@ -133,24 +134,30 @@ class Labels:
 
     def lost(self, decision_id: str, now: float) -> None:
         """It failed, was cancelled, ran elsewhere, or nobody tells."""
-        if self._waiting.pop(decision_id, None) is not None:
-            self.unclear(now)
+        sent = self._waiting.pop(decision_id, None)
+        if sent is not None:
+            # First come, first served: it was computed before the first token of whoever came after it.
+            later = (_first(each) for each in self._firsts if each.at > sent.at)
+            self.unclear(sent.at, min(now, next(later, now)))
             return
         sent = self._begun.pop(decision_id, None)
         if sent is not None:
             # Its prompt was computed, but nobody knows how much of it.
             sent.ended = True
 
-    def unclear(self, until: float) -> None:
-        """Something ran until then of which nothing is known."""
-        self._unclear_until = max(self._unclear_until, until)
+    def unclear(self, since: float, until: float) -> None:
+        """Something ran there at some time between of which nothing is known."""
+        self._unclear.append((since, until))
+        if len(self._unclear) > MAX_OPEN:
+            (since, until), (other, later) = self._unclear[:2]
+            self._unclear[:2] = [(min(since, other), max(until, later))]
 
     def take(self, step_s: float) -> list[Group]:
         """Groups that are complete. `step_s`: seconds of a step without tokens."""
         found = []
         window = max(SAME_STEP_S, step_s / 2)
         firsts = self._firsts
-        self._give_up_peers()
+        self._give_up()
         while firsts:
             count, last = 1, _first(firsts[0])
             while count < len(firsts) and _first(firsts[count]) <= _first(firsts[0]) + window:
@@ -171,7 +178,7 @@ class Labels:
             start = max(min(each.at for each in members), self._previous)
             self._previous = max(self._previous, last)
             known = not wait and all(each.clear and each.cached is not None for each in members)
-            if not own or not known or start < self._unclear_until or last <= start:
+            if not own or not known or last <= start or self._disturbed(start, last):
                 continue
             if self._skip:
                 self._skip -= 1
@@ -179,13 +186,16 @@ class Labels:
             found.append(Group(start, last - start, members))
         return found
 
-    def _give_up_peers(self) -> None:
+    def _give_up(self) -> None:
         while self._firsts and self._waiting:
-            newest = _first(self._firsts[-1])
             decision_id, oldest = next(iter(self._waiting.items()))
-            if oldest.own or newest - oldest.at <= PEER_S:
+            if self._firsts[-1].at - oldest.at <= PATIENCE_S:
                 return
-            self.lost(decision_id, newest)
+            self.lost(decision_id, _first(self._firsts[-1]))
+
+    def _disturbed(self, start: float, end: float) -> bool:
+        self._unclear = [each for each in self._unclear if each[1] > start]
+        return any(since < end for since, _ in self._unclear)
 
 
 def _first(sent: Sent) -> float:

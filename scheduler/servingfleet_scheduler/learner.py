@@ -93,7 +93,7 @@ class Learner:
         if ran != (decision.replica, decision.rank):
             elsewhere = self._rank(*ran)
             if elsewhere is not None and elsewhere[1].pace is not None:
-                elsewhere[1].pace.labels.unclear(now)
+                elsewhere[1].pace.labels.unclear(decision.at, now)
             self.lost(report.decision_id, decision, now)
             return
         if own is None or own[1].pace is None:

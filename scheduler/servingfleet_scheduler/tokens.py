@@ -116,7 +116,7 @@ class Tokens:
         return _decode(payload, models)
 
     def _tag(self, payload: bytes) -> bytes:
-        return hmac.new(self._key, payload, hashlib.sha256).digest()[:TAG_BYTES]
+        return hmac.digest(self._key, payload, "sha256")[:TAG_BYTES]
 
 
 def _encode(framed: bytes) -> str:

@@ -8,6 +8,7 @@ Values are named tuples: every request makes some for every target, and nothing 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -98,6 +99,7 @@ PARTS = (
     "unproven",
 )
 """Names of an estimate's parts; docs/scheduler.md says what each is."""
+_EVICTED = PARTS.index("evicted")
 _ALWAYS = 2
 """Parts that are told also where they are zero."""
 
@@ -112,12 +114,33 @@ class Estimate(NamedTuple):
     """Sum of the parts."""
     work_s: float = 0.0
     """Of them, what this prompt takes once its turn has come."""
-    sd_s: float = 0.0
-    """Standard deviation of `seconds`."""
+    variance: float = 0.0
+    """Square seconds: what its pool's speeds and the reuse are uncertain by, for a rank like its pool."""
     propensity: float = 1.0
     """Probability with which the policy would put it first; 0 for all others where no chance was in play."""
     engine_s: float = 0.0
     """Of `work_s`, what keeps the engine from others: without loads that run while the prompt waits."""
+
+    def likely(self, propensity: float) -> Estimate:
+        """The same, with that propensity."""
+        # Written out: near ties are many, and `_replace` takes three times as long.
+        candidate, parts, seconds, work_s, variance, _, engine_s = self
+        return Estimate(candidate, parts, seconds, work_s, variance, propensity, engine_s)
+
+    @property
+    def sd_s(self) -> float:
+        """Standard deviation of `seconds`. Worked out when it is asked for: mostly of the first only."""
+        candidate, scale, evicted = self.candidate, self.candidate.scale, self.parts[_EVICTED]
+        share, noise = candidate.scale_sd / scale, candidate.speeds.noise_share
+        variance = (
+            scale * scale * self.variance
+            + self.work_s * self.work_s * (share * share + noise * noise)
+            + candidate.queue_sd_s * candidate.queue_sd_s
+        )
+        if evicted and 0.0 < candidate.gone < 1.0:
+            # Evicted with this chance, or not at all: then `evicted` is that share of the whole loss.
+            variance += evicted * evicted * (1.0 - candidate.gone) / candidate.gone
+        return math.sqrt(variance)
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -54,7 +54,7 @@ class Cost:
             propensity = explore / near
             if place < ties:
                 propensity += (1.0 - explore) / ties
-            ordered[place] = ordered[place]._replace(propensity=propensity)
+            ordered[place] = ordered[place].likely(propensity)
         if chosen:
             ordered.insert(0, ordered.pop(chosen))
         return ordered
@@ -71,10 +71,10 @@ def _prices(estimates: Sequence[Estimate], price_others: bool) -> list[float]:
     else:
         prices = [each.seconds for each in estimates]
     # Where all are cold alike there is nothing to find out by preferring one.
-    labels = [min(each.candidate.labels, COLD_LABELS) for each in estimates]
-    known = max(labels)
+    labels = [each.candidate.labels for each in estimates]
+    known = min(max(labels), COLD_LABELS)
     if min(labels) < known:
         share = COLD_BONUS * COLD_SD_SHARE / COLD_LABELS
         for at, each in enumerate(estimates):
-            prices[at] -= share * (known - labels[at]) * each.work_s
+            prices[at] -= share * max(0, known - labels[at]) * each.work_s
     return prices

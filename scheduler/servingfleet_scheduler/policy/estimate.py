@@ -125,13 +125,16 @@ def estimates(candidates: Iterable[Candidate]) -> list[Estimate]:
     known: dict[tuple[int, int], _Priced] = {}
     listed = list(candidates)
     found = []
+    before: tuple[Reuse | None, Speeds | None] = None, None
     for each in listed:
         reuse, speeds = each.reuse, each.speeds
         # By identity: comparing their numbers would take longer. `listed` keeps all of them alive.
-        key = (id(reuse), id(speeds))
-        priced = known.get(key)
-        if priced is None:
-            priced = known[key] = _price(reuse, speeds, each.quantile)
+        if reuse is not before[0] or speeds is not before[1]:
+            before = reuse, speeds
+            key = (id(reuse), id(speeds))
+            if key not in known:
+                known[key] = _price(reuse, speeds, each.quantile)
+            priced = known[key]
         found.append(_loaded(each, priced) if priced.loads else _estimate(each, priced))
     return found
 
@@ -144,8 +147,6 @@ class _Priced(NamedTuple):
     uncertain: float
     variance: float
     """Square seconds, of what a pool's speeds and the reuse are uncertain by."""
-    noise: float
-    """Variance of prompts' seconds, as a share of their square."""
     loads: bool
     """Slower tiers are used: then only the variances are right."""
 
@@ -200,14 +201,13 @@ def _price(reuse: Reuse, speeds: Speeds, quantile: float) -> _Priced:
             variance += (tier.sd_share * load) ** 2
     if reuse.lower < reuse.upper:
         variance += (_WIDTH_SD * (seconds(reuse.lower) - seconds(reuse.upper))) ** 2
-    noise = speeds.noise_share * speeds.noise_share
-    return _Priced(prefill, expected - prefill, uncertain, variance, noise, loads)
+    return _Priced(prefill, expected - prefill, uncertain, variance, loads)
 
 
 def _estimate(candidate: Candidate, priced: _Priced) -> Estimate:
     """Where nothing comes from slower tiers. Every target of every request passes here: no step more than needed."""
-    prefill, evicted, uncertain, variance, noise, _ = priced
-    scale, queue_s, queue_sd_s = candidate.scale, candidate.queue_s, candidate.queue_sd_s
+    prefill, evicted, uncertain, variance, _ = priced
+    scale, queue_s = candidate.scale, candidate.queue_s
     work_s = prefill = scale * prefill
     decodes = unproven = 0.0
     if candidate.rules.mixed_steps:
@@ -220,27 +220,15 @@ def _estimate(candidate: Candidate, priced: _Priced) -> Estimate:
         work_s += evicted + uncertain
     if candidate.unproven:
         unproven = candidate.speeds.unproven_s
-    share = candidate.scale_sd / scale
-    variance = (
-        scale * scale * variance
-        + work_s * work_s * (share * share + noise)
-        + queue_sd_s * queue_sd_s
-        + _eviction_variance(candidate.gone, evicted)
-    )
     # In the order of PARTS.
     parts = (queue_s, prefill, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, evicted, uncertain, decodes, unproven)
     seconds = queue_s + work_s + unproven
-    return Estimate(candidate, parts, seconds, work_s, math.sqrt(variance), 0.0, work_s)
-
-
-def _eviction_variance(gone: float, evicted: float) -> float:
-    # Evicted with this chance, or not at all: then `evicted` is that share of the whole loss.
-    return evicted * evicted * (1.0 - gone) / gone if 0.0 < gone < 1.0 else 0.0
+    return Estimate(candidate, parts, seconds, work_s, variance, 0.0, work_s)
 
 
 def _loaded(candidate: Candidate, priced: _Priced) -> Estimate:
     """Where slower tiers are used."""
-    reuse, scale, queue_s = candidate.reuse, candidate.scale, candidate.queue_s
+    reuse, queue_s = candidate.reuse, candidate.queue_s
     unproven = candidate.speeds.unproven_s if candidate.unproven else 0.0
     plan = _plan(candidate, reuse.tiers)
     expected = plan.total
@@ -252,12 +240,6 @@ def _loaded(candidate: Candidate, priced: _Priced) -> Estimate:
         uncertain = _plan(candidate, cut(reuse.tiers, at)).total - expected
     evicted = expected - plan.total
     work_s = plan.total + evicted + uncertain
-    variance = (
-        scale * scale * priced.variance
-        + work_s * work_s * ((candidate.scale_sd / scale) ** 2 + priced.noise)
-        + candidate.queue_sd_s**2
-        + _eviction_variance(candidate.gone, evicted)
-    )
     # A plan's seconds are those of steps with decodes.
     alone = 1.0 / (1.0 + drag_share(candidate))
     computing = plan.prefill + sum(plan.recompute)
@@ -275,7 +257,7 @@ def _loaded(candidate: Candidate, priced: _Priced) -> Estimate:
     )
     seconds = queue_s + work_s + unproven
     engine_s = work_s - (sum(plan.loads) - _engine_loads(plan.loads, candidate.rules))
-    return Estimate(candidate, parts, seconds, work_s, math.sqrt(variance), 0.0, engine_s)
+    return Estimate(candidate, parts, seconds, work_s, priced.variance, 0.0, engine_s)
 
 
 def _plan(candidate: Candidate, tiers: tuple[float, ...]) -> _Plan:
@@ -287,6 +269,9 @@ def _plan(candidate: Candidate, tiers: tuple[float, ...]) -> _Plan:
     speeds, scale, rules = candidate.speeds, candidate.scale, candidate.rules
     slower = scale * (1.0 + drag_share(candidate))
     prompt = candidate.reuse.prompt_tokens
+    if not any(tiers[1:]):
+        computing = slower * prefill_seconds(speeds, prompt - tiers[0], tiers[0])
+        return _Plan(computing, _NOTHING, _NOTHING, tiers[0])
     full = load_seconds(speeds, tiers)
     held = sum(tiers)
     best: _Plan | None = None

@@ -109,11 +109,13 @@ def _agrees(run: Run) -> bool:
 
 
 def _course(outcomes: Sequence[Outcome]) -> tuple[Moment, ...]:
-    if not outcomes:
+    # In a closed loop the turns after one that never ended are never asked.
+    asked = [each for each in outcomes if not math.isnan(each.at)]
+    if not asked:
         return ()
-    width = max(each.at for each in outcomes) / MOMENTS or 1.0
+    width = max(each.at for each in asked) / MOMENTS or 1.0
     found: list[list[Outcome]] = [[] for _ in range(MOMENTS)]
-    for each in outcomes:
+    for each in asked:
         found[min(MOMENTS - 1, int(each.at / width))].append(each)
     moments = []
     for number, those in enumerate(found):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from servingfleet_scheduler.labels import MAX_OPEN, PEER_S, STARTING_LABELS, Labels, Sent
+import pytest
+
+from servingfleet_scheduler.labels import MAX_OPEN, PATIENCE_S, STARTING_LABELS, Labels, Sent
 
 STEP_S = 0.01
 
@@ -188,13 +190,52 @@ def test_others_first_tokens_are_bounded_where_nothing_is_sent_from_here() -> No
     assert not labels._waiting
 
 
-def test_a_peer_that_is_gone_does_not_end_learning() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_request_of_which_nobody_tells_costs_one_observation_and_no_more(own: bool) -> None:
     labels = warm()
-    labels.peer_sent("peer", 1.0, 1000, 0, 0)
-    found = []
+    labels.sent("forgotten", Sent(1.0, 1000, (0, 0, 0, 0), own=own))
+    run(labels, "slower for it", 1.1, 1.9)
+    found: list[tuple[float, int]] = []
     for second in range(2, 300):
+        assert not found or second > PATIENCE_S
         run(labels, str(second), float(second), second + 0.2)
         found += taken(labels)
-    # What it may have computed in the meantime is not told as the own requests' time.
-    assert len(found) == 299 - 1 - PEER_S
-    assert set(found) == {(0.2, 1)}
+    assert found == [(0.2, 1)] * 298
+
+
+def test_a_long_queue_is_no_reason_to_give_up() -> None:
+    labels = warm()
+    for second in range(300):
+        send(labels, str(second), float(second))
+    for second in range(300):
+        labels.first_token(str(second), 1000.0 + second)
+        labels.ended(str(second), 2000.0, 0)
+    assert len(taken(labels)) == 300
+
+
+@pytest.mark.parametrize("aborted", [True, False], ids=["aborted at once", "told at its end only"])
+def test_what_is_unclear_spoils_only_what_ran_beside_it(aborted: bool) -> None:
+    labels = warm()
+    for second in range(20):
+        send(labels, str(second), float(second))
+        labels.first_token(str(second), second + 0.2)
+    send(labels, "unclear", 10.5)
+    if aborted:
+        labels.lost("unclear", 10.6)
+    else:
+        labels.ended("unclear", 30.0, 0)
+    for second in range(20):
+        labels.ended(str(second), 40.0, 0)
+    # The next first token may have waited for it.
+    assert taken(labels) == [(0.2, 1)] * (20 if aborted else 19)
+
+
+def test_what_is_unclear_is_remembered_within_bounds() -> None:
+    labels = warm()
+    send(labels, "first", 0.0)
+    for second in range(10 * MAX_OPEN):
+        labels.unclear(float(second), second + 0.5)
+    labels.first_token("first", 0.2)
+    labels.ended("first", 1.0, 0)
+    assert taken(labels) == []
+    assert len(labels._unclear) <= MAX_OPEN

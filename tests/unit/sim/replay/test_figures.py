@@ -238,6 +238,7 @@ def test_a_digest_keeps_the_course_and_the_bins() -> None:
                 outcome(0, at=0.0, ttft_s=1.0, policy_estimate_s=3.0, expected=95.0, actual=60),
                 outcome(1, at=1.0, ttft_s=3.0, policy_estimate_s=3.5, expected=91.0, actual=80),
                 rejected(2, at=60.0),
+                outcome(3, at=math.nan, ttft_s=math.nan, finished_s=math.nan, fate="unfinished"),
             ]
         )
     )
