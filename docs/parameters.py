@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "scheduler" / "servingfleet_scheduler"
 SECTIONS = {
     "Speeds, until outcomes tell better": ("policy/speeds.py", ("Speeds",)),
     "Choosing": ("policy/cost.py", ()),
-    "What others wait": ("policy/estimate.py", ()),
+    "What others wait": ("policy/others.py", ()),
     "Traffic": ("traffic.py", ()),
     "Work ahead": ("backlog.py", ()),
     "Room in the cache": ("room.py", ()),

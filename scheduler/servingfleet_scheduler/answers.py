@@ -7,7 +7,7 @@ from servingfleet_protos.v1 import common_pb2, fleet_pb2, routing_pb2
 
 from .candidates import Option, load_age
 from .policy.candidate import Estimate, Reuse
-from .policy.estimate import others_seconds, prefill_seconds
+from .policy.estimate import prefill_seconds
 from .replicas import Rank, Replica
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -67,7 +67,7 @@ def fallback(option: Option, estimate: Estimate) -> routing_pb2.Fallback:
 
 
 def candidate(
-    option: Option, estimate: Estimate, *, chosen: bool, refused: str, now: float
+    option: Option, estimate: Estimate, *, chosen: bool, refused: str, others_s: float, now: float
 ) -> routing_pb2.Candidate:
     return routing_pb2.Candidate(
         target=target(option),
@@ -84,7 +84,7 @@ def candidate(
         dispatched_requests=option.candidate.dispatched_requests,
         estimated_sd_s=estimate.sd_s,
         propensity=0.0 if refused else estimate.propensity,
-        others_s=others_seconds(estimate),
+        others_s=others_s,
     )
 
 

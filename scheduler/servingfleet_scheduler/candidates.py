@@ -184,7 +184,7 @@ class _View:
             reuse, tail = self._reuse(replica, rank, match, queue.seconds)
         pace = rank.pace or self._learner.pace(replica, rank)
         factor = pace.factor
-        arrivals_per_s, busy = rank.traffic.read(now)
+        arrivals_per_s, busy, gap_s = rank.traffic.read(now)
         # By position, in the order of the fields: by name it takes four times as long, for every target of every request.
         return Candidate(
             replica.name,
@@ -210,6 +210,7 @@ class _View:
             self._quantile,
             arrivals_per_s,
             busy,
+            gap_s,
         )
 
     def _remembered(self, memory: Memory, replica: Replica, rank: Rank) -> Reuse:

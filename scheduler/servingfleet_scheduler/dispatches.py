@@ -122,7 +122,7 @@ class Dispatches:
         option.rank.speeds = chosen.candidate.speeds.scaled(chosen.candidate.scale)
         option.rank.backlog.sent(decision_id, dispatch, option.rank.speeds)
         option.rank.room.sent(decision_id, now, reuse.prompt_tokens)
-        option.rank.traffic.sent(now, dispatch.work_s)
+        option.rank.traffic.sent(now, dispatch.work_s, _gap(chosen, considered.ordered))
         self._learner.sent(decision_id, option.replica, option.rank, chosen.candidate, now)
         if self._memory is not None:
             hashes = considered.prompt.hashes(option.replica.pairs)
@@ -260,3 +260,12 @@ class Dispatches:
         session = self._streams.speaking(decision.replica)
         if session is not None and self._settings.credit:
             session.send_credit(stream_pb2.SchedulerMessage(**body))
+
+
+def _gap(chosen: Estimate, allowed: Sequence[Estimate]) -> float:
+    """Seconds that the prompt would wait longer at the next best target; all of its work where there is none."""
+    place = chosen.candidate.replica, chosen.candidate.rank
+    elsewhere = [
+        each.seconds for each in allowed if (each.candidate.replica, each.candidate.rank) != place
+    ]
+    return max(0.0, min(elsewhere) - chosen.seconds) if elsewhere else chosen.work_s

@@ -40,6 +40,7 @@ from .pins import Pins
 from .policy import make_policy
 from .policy.candidate import Estimate, Reuse
 from .policy.estimate import estimate
+from .policy.others import others_seconds
 from .requests import MAX_DRAINERS, check_draining_request, check_route_request
 from .sessions import Session
 from .settings import SchedulerSettings
@@ -193,6 +194,8 @@ class Scheduler:
         for option in considered.options.values():
             if option.refused:
                 refused.append((estimate(option.candidate), option.refused))
+        choice = [each for each, _ in fitting]
+        others = others_seconds(choice) + [0.0] * len(refused)
         return routing_pb2.ExplainResponse(
             candidates=[
                 answers.candidate(
@@ -200,6 +203,7 @@ class Scheduler:
                     each,
                     chosen=bool(fitting) and index == 0,
                     refused=why,
+                    others_s=others[index],
                     now=now,
                 )
                 for index, (each, why) in enumerate(fitting + refused)

@@ -578,7 +578,9 @@ class Candidate(_message.Message):
     propensity: _builtins.float
     """Probability with which Route would choose it now."""
     others_s: _builtins.float
-    """Seconds that later prompts there would wait in all because of this one; policy "cost" adds them, the estimate does not."""
+    """Seconds that later prompts would wait in all because of this one; policy "cost" adds them, the estimate does not.
+    0 where it can't be chosen.
+    """
     @_builtins.property
     def target(self) -> _common_pb2.Target: ...
     @_builtins.property

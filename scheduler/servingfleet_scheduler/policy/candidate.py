@@ -75,6 +75,8 @@ class Candidate(NamedTuple):
     """Prompts that come there."""
     busy: float = 0.0
     """Share of its time that they take."""
+    gap_s: float = 0.0
+    """Mean seconds that they would lose at the next best target."""
 
 
 class Term(NamedTuple):

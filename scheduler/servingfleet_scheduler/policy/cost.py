@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from .candidate import Estimate
-from .estimate import others_seconds
+from .others import others_seconds
 
 TIE_SHARE = 0.01
 """Estimates within 1% of the best are equal as far as speeds can be known."""
@@ -67,7 +67,10 @@ def _within(places: Sequence[int], prices: Sequence[float], limit: float) -> int
 def _prices(estimates: Sequence[Estimate], price_others: bool) -> list[float]:
     """Seconds, with those that others wait for it, less what a cold rank is given so that it becomes known."""
     if price_others:
-        prices = [each.seconds + others_seconds(each) for each in estimates]
+        prices = [
+            each.seconds + others
+            for each, others in zip(estimates, others_seconds(estimates), strict=True)
+        ]
     else:
         prices = [each.seconds for each in estimates]
     # Where all are cold alike there is nothing to find out by preferring one.

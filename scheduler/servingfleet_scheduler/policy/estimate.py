@@ -17,8 +17,6 @@ from .rules import UNKNOWN, LoadRule, Overlap, Rules
 from .speeds import PRIOR_SHARE, Speeds
 
 _NOTHING = (0.0, 0.0, 0.0)
-BUSIEST_SHARE = 0.8
-"""Share of its time that a rank counts as busy at most: beyond it prompts go elsewhere instead of queueing on."""
 _WIDTH_SD = 1 / math.sqrt(12.0)
 """Standard deviation of what may lie anywhere between two ends, as a share of their distance."""
 
@@ -78,19 +76,6 @@ def _engine_loads(loads: tuple[float, float, float], rules: Rules) -> float:
         for load, rule in zip(loads, rules.loads, strict=True)
         if rule.overlap is not Overlap.QUEUE
     )
-
-
-def others_seconds(estimate: Estimate) -> float:
-    """Seconds that later prompts there will wait in all because of this one. No part of the estimate.
-
-    Until the engine is idle again, each prompt that comes waits for this one's work too. That takes the work ahead and its
-    own, and what comes meanwhile: (queue + work) / (1 - busy), as in any queue with one server.
-    """
-    candidate = estimate.candidate
-    if not candidate.arrivals_per_s:
-        return 0.0
-    busy_s = (candidate.queue_s + estimate.engine_s) / (1.0 - min(candidate.busy, BUSIEST_SHARE))
-    return estimate.engine_s * candidate.arrivals_per_s * busy_s
 
 
 def work_seconds(speeds: Speeds, reuse: Reuse, rules: Rules = UNKNOWN) -> float:

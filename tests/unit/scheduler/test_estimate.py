@@ -12,10 +12,10 @@ from servingfleet_scheduler.policy.estimate import (
     cut,
     estimate,
     estimates,
-    others_seconds,
     prefill_seconds,
     work,
 )
+from servingfleet_scheduler.policy.others import others_seconds
 from servingfleet_scheduler.policy.rules import LoadRule, Overlap, Rules
 from servingfleet_scheduler.policy.speeds import DEFAULTS, Speeds, TierSpeed
 
@@ -215,9 +215,9 @@ def test_more_queue_never_costs_less(candidate: Candidate, more: float) -> None:
     assert estimate(longer).seconds >= estimate(candidate).seconds - 1e-9
 
 
-@given(candidates(), _SECONDS, st.floats(0.0, 10.0), st.floats(0.0, 2.0))
+@given(candidates(), _SECONDS, st.floats(0.0, 10.0), st.floats(0.0, 2.0), _SECONDS)
 def test_more_load_never_costs_others_less(
-    candidate: Candidate, more: float, arrivals: float, busy: float
+    candidate: Candidate, more: float, arrivals: float, busy: float, gap_s: float
 ) -> None:
     # An engine that may choose computes what it would have to wait for, and loads it where waiting hides that.
     loads = tuple(rule._replace(always=True) for rule in candidate.rules.loads)
@@ -225,15 +225,18 @@ def test_more_load_never_costs_others_less(
         rules=candidate.rules._replace(loads=loads),  # type: ignore[arg-type]
         arrivals_per_s=arrivals,
         busy=busy,
+        gap_s=gap_s,
         reuse=candidate.reuse._replace(expected=float(candidate.reuse.predicted)),
         quantile=0.5,
     )
+    other = estimate(light._replace(replica="other", gap_s=0.0))
     for heavy in (
         light._replace(queue_s=light.queue_s + more),
         light._replace(arrivals_per_s=arrivals + more),
         light._replace(busy=busy + more),
     ):
-        assert others_seconds(estimate(heavy)) >= others_seconds(estimate(light)) - 1e-6
+        costs, less = (others_seconds([estimate(each), other])[0] for each in (heavy, light))
+        assert costs >= less * (1.0 - 1e-9) - 1e-6
 
 
 @given(candidates(), st.integers(0, 10_000), st.floats(0.0, 1.0))

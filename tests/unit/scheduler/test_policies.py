@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from servingfleet_scheduler.policy import POLICIES, make_policy
 from servingfleet_scheduler.policy.candidate import Candidate, Estimate, Policy, Reuse
 from servingfleet_scheduler.policy.cost import Cost
-from servingfleet_scheduler.policy.estimate import estimate, others_seconds, work_seconds
+from servingfleet_scheduler.policy.estimate import estimate, work_seconds
 from servingfleet_scheduler.policy.least_loaded import LeastLoaded
+from servingfleet_scheduler.policy.others import others_seconds
 from servingfleet_scheduler.policy.prefix_overlap import PrefixOverlap
 from servingfleet_scheduler.policy.round_robin import RoundRobin
 from servingfleet_scheduler.policy.speeds import DEFAULTS as SPEEDS
@@ -116,7 +117,7 @@ def test_what_explores_goes_to_any_within_ten_percent() -> None:
 
 def test_a_prompt_stays_where_it_costs_others_least() -> None:
     # 100,000 tokens: held by a rank where 5 s wait, or computed in 13.6 s by an idle one.
-    traffic: dict[str, Any] = {"arrivals_per_s": 0.3, "busy": 0.5}
+    traffic: dict[str, Any] = {"arrivals_per_s": 0.3, "busy": 0.5, "gap_s": 20.0}
     holder = make("holder", reuse(100_000, 99_984), queue_s=14.5, **traffic)
     idle = make("idle", reuse(100_000), **traffic)
     assert idle.seconds < holder.seconds
@@ -128,13 +129,30 @@ def test_a_prompt_stays_where_it_costs_others_least() -> None:
     assert order("cost", *quiet) == ["idle", "holder"]
 
 
-def test_what_others_wait_is_this_work_for_each_that_comes_until_the_engine_is_idle() -> None:
-    made = make(queue_s=2.0, arrivals_per_s=0.5, busy=0.75)
+def test_who_can_not_leave_waits_for_this_work_until_the_engine_is_idle() -> None:
+    made = make(queue_s=2.0, arrivals_per_s=0.5, busy=0.75, gap_s=1e6)
     until_idle = (2.0 + made.work_s) / 0.25
-    assert others_seconds(made) == pytest.approx(made.work_s * 0.5 * until_idle)
+    assert others_seconds([made]) == [pytest.approx(made.work_s * 0.5 * until_idle)]
     assert made.seconds == pytest.approx(2.0 + made.work_s)
-    swamped = make(queue_s=2.0, arrivals_per_s=0.5, busy=7.0)
-    assert others_seconds(swamped) == pytest.approx(made.work_s * 0.5 * (2.0 + made.work_s) / 0.2)
+    # Who would lose half as much elsewhere loses that, and adds to what all wait.
+    half = make(queue_s=2.0, arrivals_per_s=0.5, busy=0.75, gap_s=made.work_s / 2)
+    staying = made.work_s / 2 * 0.5 * until_idle
+    assert others_seconds([half])[0] > staying
+    swamped = make(queue_s=2.0, arrivals_per_s=0.5, busy=7.0, gap_s=1e6)
+    assert others_seconds([swamped]) == [
+        pytest.approx(made.work_s * 0.5 * (2.0 + made.work_s) / 0.2)
+    ]
+
+
+def test_who_leaves_makes_all_wait_for_the_shortest_queue() -> None:
+    here = make("here", queue_s=5.0, arrivals_per_s=0.5, busy=0.6)
+    slow = make("slow", queue_s=2.0, arrivals_per_s=0.1, busy=0.2, scale=3.0)
+    # Of all that both do in a second, three quarters are done here.
+    pooled_s = 0.75 * here.work_s
+    busy = 0.75 * 0.6 + 0.25 * 0.2
+    expected = 0.6 * (2.0 + pooled_s) / (1.0 - busy) * pooled_s
+    assert others_seconds([here, slow])[0] == pytest.approx(expected)
+    assert others_seconds([make("a"), make("b")]) == [0.0, 0.0]
 
 
 def test_a_cold_rank_is_tried_until_it_is_known() -> None:
