@@ -55,10 +55,14 @@ def refusals(
 
 
 def still_allows(request: routing_pb2.RouteRequest, replica: Replica | None, key: Key) -> bool:
-    """The request allows the target that it was given before. `replica`: None if it is not known any more."""
+    """The request allows the target that it was given before, which is there. `replica`: None if it is not."""
     if (request.only and not names(request.only, *key)) or names(request.exclude, *key):
         return False
-    return replica is None or not _other_label(request.labels, replica.labels)
+    return (
+        replica is not None
+        and key[1] in replica.ranks
+        and not _other_label(request.labels, replica.labels)
+    )
 
 
 def _asked(request: routing_pb2.RouteRequest, replica: Replica, rank: Rank) -> str:

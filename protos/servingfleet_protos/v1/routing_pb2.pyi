@@ -203,7 +203,7 @@ class RouteRequest(_message.Message):
     max_fallbacks: _builtins.int
     """Next best targets to return, at most 16. 0: none."""
     expected_output_tokens: _builtins.int
-    """Output tokens expected. 0: unknown."""
+    """Output tokens expected. 0: unknown. No policy of this release uses it."""
     priority: _builtins.int
     """Class for admission: higher is more important. Classes have targets of their own (docs/scheduler.md)."""
     pin_session: _builtins.bool

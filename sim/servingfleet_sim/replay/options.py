@@ -43,8 +43,8 @@ class Options:
     """In a closed loop, how often a client comes back after it was turned away, when it was told to."""
     attempts: int = 3
     """How often a request is sent until an engine does not fail: the first, and two elsewhere."""
-    compare_every: int = 16
-    """With several schedulers, every so manieth prompt is asked of all of them."""
+    compare_every: int = 17
+    """With several schedulers, every so manieth prompt is asked of all of them. Odd, so that each gets its turn."""
     tick_s: float = 0.5
     """Between two ticks of the schedulers."""
 

@@ -297,6 +297,20 @@ def test_a_retry_that_excludes_the_target_gets_another_decision() -> None:
     assert scheduler.route(again, 1.0).target.replica != first.target.replica
 
 
+def test_a_retry_whose_replica_is_gone_gets_another_decision() -> None:
+    scheduler = make_scheduler(static=["r1"])
+    relay = FakeRelay(scheduler, "gone").hello()
+    relay.snapshot()
+    only = route_request(request_id="q")
+    only.only.add(replica="gone")
+    scheduler.route(only, 0.0)
+    relay.session.close(1.0)
+    scheduler.tick(1.0 + scheduler.settings.replica_ttl_s + 1.0)
+    assert scheduler.fleet.get("gone") is None
+    again = scheduler.route(route_request(request_id="q"), 602.5)
+    assert again.target.replica == "r1"
+
+
 def test_a_request_whose_decision_has_ended_gets_a_new_one() -> None:
     scheduler = make_scheduler(static=["r1"])
     first = scheduler.route(route_request(request_id="q"), 0.0)
