@@ -95,6 +95,8 @@ class NaiveIndex:
         self.profiles: dict[int, Profile] = {}
         self.ranks: dict[tuple[int, int], Rank] = {}
         self.credits: dict[str, Credit] = {}
+        self.credited: dict[tuple[int, int, int], float] = {}
+        """By replica, rank and hash: the last use that any credit told of, while one of them is open."""
         self.latest = 0.0
         """When the last use was or will be."""
 
@@ -194,15 +196,14 @@ class NaiveIndex:
             if value in known.held.get(lane.number, {})
         ]
         if not holding:
-            credits = [
-                each.at
-                for each in self.credits.values()
-                if (each.replica, each.rank) == (replica, rank)
+            counts = any(
+                (each.replica, each.rank) == (replica, rank)
                 and value in each.hashes
                 and value not in each.superseded
-            ]
-            last = max((at for at in credits if at is not None), default=None)
-            return GPU * bool(credits), [last] if credits else [], last
+                for each in self.credits.values()
+            )
+            last = self.credited.get((replica, rank, value))
+            return GPU * counts, [last] if counts else [], last
         tier = max(lane.tier for lane in holding)
         lanes = [lane.number for lane in holding if lane.tier == tier]
         used = [known.used.get(lane, {}).get(value) for lane in lanes]
@@ -231,6 +232,9 @@ class NaiveIndex:
             return False
         state = self.kept_state(self.profiles[replica], prompt)
         self.credits[decision] = Credit(replica, rank, tuple(hashes), prompt, state, at)
+        for value in hashes if at is not None else ():
+            key = (replica, rank, value)
+            self.credited[key] = max(at or 0.0, self.credited.get(key, 0.0))
         return True
 
     def kept_state(self, profile: Profile, prompt: int) -> range:
@@ -247,7 +251,19 @@ class NaiveIndex:
         return range(min(first), max(last))
 
     def close_credit(self, decision: str) -> bool:
-        return self.credits.pop(decision, None) is not None
+        closed = self.credits.pop(decision, None)
+        if closed is None:
+            return False
+        place = (closed.replica, closed.rank)
+        named = {
+            value
+            for each in self.credits.values()
+            if (each.replica, each.rank) == place
+            for value in each.hashes
+        }
+        for value in set(closed.hashes) - named:
+            self.credited.pop((*place, value), None)
+        return True
 
     def close_credits(self, replica: int, rank: int) -> int:
         names = [
@@ -256,7 +272,7 @@ class NaiveIndex:
             if (credit.replica, credit.rank) == (replica, rank)
         ]
         for name in names:
-            del self.credits[name]
+            self.close_credit(name)
         return len(names)
 
     def holdings(self, replica: int, rank: int, lane: int, confidence: int) -> list[int]:

@@ -334,7 +334,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def tail(self, match: Match, hashes: list[int]) -> None:
         """Times are kept by stretch of a prompt: a block is taken to be used no earlier than it was, and no later than
-        anything there."""
+        anything there. Of credits the latest counts, also when it has ended and an earlier one goes on."""
         if not match.predicted:
             assert (match.tail_tier, match.idle_s) == (0, None)
             return
