@@ -1,8 +1,8 @@
 """What was dispatched and is not yet confirmed: blocks that will be there soon.
 
 Pure. The index counts credits; this table knows when they end. Every credit ends: by its outcome, by its time, by a
-new engine life, or with its replica, whichever comes first. One whose request was served stands a little longer, since
-the engine's events may come after its answer. Ending one that is gone already is no error.
+new engine life, or with its replica, whichever comes first. One whose request was served stands until the word of that
+comes back in the relay's stream, behind the events that tell what is there. Ending one that is gone already is no error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ class Credit:
     replica: str
     model: str
     rank: int
-    hashes: bytes
+    blocks: int
     expires: float
     origin: str
     """Instance id of the scheduler that dispatched; empty: this one."""
-
-    @property
-    def blocks(self) -> int:
-        """How many it names."""
-        return len(self.hashes) // HASH_BYTES
 
 
 class Credits:
@@ -46,8 +41,6 @@ class Credits:
         self._open: dict[str, Credit] = {}
         self._blocks = 0
         self._ends: list[tuple[float, str]] = []
-        self._served: dict[tuple[str, int], set[str]] = {}
-        """Of requests that were served, by replica and rank."""
         self.refused = 0
         """Not opened, because a limit was reached."""
 
@@ -72,7 +65,8 @@ class Credits:
         due: float | None = None,
         origin: str = "",
     ) -> bool:
-        """Credits the prompt's blocks until `expires`; its engine gets to them at `due`. False: refused by a limit, or open already."""
+        """Credits the prompt's blocks until `expires`; its engine gets to them at `due`. False: refused by a limit, or
+        open already."""
         blocks = len(hashes) // HASH_BYTES
         if decision_id in self._open or not blocks:
             return False
@@ -84,7 +78,7 @@ class Credits:
             decision_id, replica.number, rank, hashes, prompt_tokens, due
         ):
             return False
-        credit = Credit(decision_id, replica.name, replica.model, rank, hashes, expires, origin)
+        credit = Credit(decision_id, replica.name, replica.model, rank, blocks, expires, origin)
         self._open[decision_id] = credit
         self._blocks += blocks
         heapq.heappush(self._ends, (expires, decision_id))
@@ -96,10 +90,6 @@ class Credits:
         if credit is None:
             return None
         self._blocks -= credit.blocks
-        served = self._served.get((credit.replica, credit.rank), set())
-        served.discard(decision_id)
-        if not served:
-            self._served.pop((credit.replica, credit.rank), None)
         index = self._fleet.index(credit.model)
         if index is not None:
             # False where a new engine life or the replica's end took it before.
@@ -109,33 +99,13 @@ class Credits:
             heapq.heapify(self._ends)
         return credit
 
-    def served(self, decision_id: str, until: float, now: float) -> Credit | None:
-        """Its request ran to the end: what the engine has not told of by `until` is not there. None if there is none.
-
-        Where all of it is told, events say from here on what is there: the credit ends.
-        """
+    def served(self, decision_id: str, until: float) -> Credit | None:
+        """Its request ran to the end: at `until` it ends at the latest. None if there is none."""
         credit = self._open.get(decision_id)
-        if credit is None:
-            return None
-        if self._told(credit, now):
-            return self.end(decision_id)
-        self._served.setdefault((credit.replica, credit.rank), set()).add(decision_id)
-        if until < credit.expires:
+        if credit is not None and until < credit.expires:
             self._open[decision_id] = replace(credit, expires=until)
             heapq.heappush(self._ends, (until, decision_id))
         return credit
-
-    def _told(self, credit: Credit, now: float) -> bool:
-        replica = self._fleet.get(credit.replica)
-        if replica is None or replica.model != credit.model or credit.rank not in replica.ranks:
-            return True  # whoever held it is gone
-        told = self._fleet.idle(replica, credit.rank, credit.hashes, now)
-        return sum(blocks for blocks, _ in told) == credit.blocks
-
-    def cleared(self, replica: str, rank: int) -> None:
-        """A cache was emptied: what served requests left there is gone with it."""
-        for decision_id in list(self._served.get((replica, rank), ())):
-            self.end(decision_id)
 
     def expire(self, now: float) -> int:
         """Ends those whose time has come; returns how many."""

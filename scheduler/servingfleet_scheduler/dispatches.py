@@ -189,16 +189,17 @@ class Dispatches:
             stayed = served and known is not None and known.began <= now
             rank.room.ended(decision_id, now - known.began if known and stayed else None)
             rank.backlog.withdrawn(decision_id, now)
-        if served:
+        if served and self._streams.speaking(decision.replica) is not None:
+            # Events of what it left may be on their way: it ends when the word of it comes back behind them.
             until = now + self._settings.credit_served_s
-            credit = self._credits.served(decision_id, until, now)
+            credit = self._credits.served(decision_id, until)
         else:
             credit = self._credits.end(decision_id)
         if credit is not None or waited:
-            ended = stream_pb2.CreditEnded(
-                decision_id=decision_id, origin=decision.owner, served=served
+            self._tell_peers(
+                decision,
+                credit_ended=stream_pb2.CreditEnded(decision_id=decision_id, origin=decision.owner),
             )
-            self._tell_peers(decision, credit_ended=ended)
 
     def _promises(
         self, considered: Considered, admitted: Sequence[Estimate]

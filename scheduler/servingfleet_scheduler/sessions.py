@@ -244,8 +244,6 @@ class Session:
         if refused is not None:
             self._drop(refused)
             self._doubt(replica, rank, refused, now)
-        elif delta.op == stream_pb2.Delta.OP_CLEAR:
-            self._streams.credits.cleared(replica.name, rank.number)
 
     def _on_credit_opened(
         self, replica: Replica, credit: stream_pb2.CreditOpened, now: float
@@ -340,10 +338,7 @@ class Session:
                     rank.pace.labels.lost(credit.decision_id, now)
                 waited = rank.backlog.withdrawn(credit.decision_id, now) or waited
                 rank.room.ended(credit.decision_id)
-        if known is not None and credit.served:
-            until = now + self._streams.settings.credit_served_s
-            self._streams.credits.served(credit.decision_id, until, now)
-        elif known is not None:
+        if known is not None:
             self._streams.credits.end(credit.decision_id)
         elif not (waited or own or self._streams.over(credit.decision_id)):
             self._drop("unknown_credit")  # not the echo of what was ended here

@@ -97,8 +97,7 @@ class SchedulerSettings:
     credit_ttl_s: float = 60.0
     """A credit ends by itself: by then the engine has announced the blocks or will not."""
     credit_served_s: float = 2.0
-    """Or this long after its request was served: an engine's events come later than its answer, by up to about this much
-    from a relay that is behind."""
+    """Or this long after its request was served, should the relay not say so before: no relay is further behind."""
     max_credits: int = 50_000
     max_credit_blocks: int = 20_000_000
     """Blocks under credit, all credits together: bounds memory when many long prompts are in flight."""

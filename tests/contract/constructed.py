@@ -164,9 +164,6 @@ class Constructed:
                 self.now,
             )
             self.settle()
-            # What it left is not counted any more, unless the engine told of it.
-            self.now += self.scheduler.settings.credit_served_s
-            self.scheduler.tick(self.now)
         return self
 
     def settle(self) -> None:

@@ -710,21 +710,17 @@ class CreditEnded(_message.Message):
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
-    SERVED_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     origin: _builtins.str
-    served: _builtins.bool
-    """True: the prompt was served there. What it left may be counted for a moment more, until the engine's events tell."""
     def __init__(
         self,
         *,
         decision_id: _builtins.str = ...,
         origin: _builtins.str = ...,
-        served: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "origin", b"origin", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "origin", b"origin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

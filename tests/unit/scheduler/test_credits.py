@@ -319,39 +319,22 @@ def served() -> tuple[Scheduler, FakeRelay]:
     return scheduler, relay
 
 
-def test_what_a_served_prompt_left_is_counted_before_the_events_come() -> None:
-    scheduler, _ = served()
+def test_what_a_served_prompt_left_is_counted_until_the_relay_has_told_what_is_there() -> None:
+    scheduler, relay = served()
     assert predicted(scheduler) == 64
+    [ended] = relay.take("credit_ended")
+    relay.send(credit_ended=ended)
+    assert predicted(scheduler) == 0
+    assert len(scheduler.credits) == 0
+
+
+def test_a_relay_that_tells_nothing_keeps_no_credit_of_what_was_served() -> None:
+    scheduler, _ = served()
     scheduler.tick(1.0 + 0.9 * scheduler.settings.credit_served_s)
     assert predicted(scheduler) == 64
-
-
-def test_what_the_engine_never_told_of_a_served_prompt_is_not_there() -> None:
-    scheduler, _ = served()
     scheduler.tick(1.0 + scheduler.settings.credit_served_s)
     assert predicted(scheduler) == 0
     assert len(scheduler.credits) == 0
-
-
-def test_where_the_events_have_told_of_all_of_it_a_served_prompt_leaves_no_credit() -> None:
-    scheduler = make_scheduler()
-    relay = FakeRelay(scheduler, "r1").hello()
-    relay.snapshot(hashes(64))
-    decision_id = scheduler.route(route_request(65), 0.0).decision_id
-    assert len(scheduler.credits) == 1
-    scheduler.report(finished(decision_id, prompt=65, cached=64), 1.0)
-    assert len(scheduler.credits) == 0
-    # It was reused, so that no event names it again: an eviction must not be hidden by the credit.
-    relay.send(delta=stream_pb2.Delta(op=stream_pb2.Delta.OP_DROP, hashes=hashes(64)))
-    assert predicted(scheduler) == 0
-
-
-def test_an_emptied_cache_takes_what_served_prompts_left() -> None:
-    scheduler, relay = served()
-    waiting = scheduler.route(route_request(33, first=500), 1.0).decision_id
-    relay.send(delta=stream_pb2.Delta(op=stream_pb2.Delta.OP_CLEAR))
-    assert predicted(scheduler) == 0
-    assert [each.decision_id for each in scheduler.credits] == [waiting]
 
 
 def test_a_failed_request_is_credited_no_more() -> None:
