@@ -124,14 +124,13 @@ class Dispatches:
         option.rank.room.sent(decision_id, now, reuse.prompt_tokens)
         option.rank.traffic.sent(now, dispatch.work_s, _gap(chosen, considered.ordered))
         self._learner.sent(decision_id, option.replica, option.rank, chosen.candidate, now)
-        if self._memory is not None:
-            hashes = considered.prompt.hashes(option.replica.pairs)
-            self._memory.sent(option.key, blocks_of(hashes))
         hashes = considered.prompt.hashes(option.replica.pairs)
+        if self._memory is not None:
+            self._memory.sent(option.key, blocks_of(hashes))
         due = now + chosen.candidate.queue_s
         self._fleet.touch(option.replica, option.rank.number, hashes, reuse.predicted, due)
         if self._settings.credit:
-            self._credit(decision_id, option, considered, dispatch, due)
+            self._credit(decision_id, option, considered, hashes, dispatch, due)
         return response
 
     def _credit(
@@ -139,11 +138,11 @@ class Dispatches:
         decision_id: str,
         option: Option,
         considered: Considered,
+        hashes: bytes,
         dispatch: Dispatch,
         due: float,
     ) -> None:
         prompt = considered.prompt
-        hashes = prompt.hashes(option.replica.pairs)
         expires_s = self._settings.credit_ttl_s
         opened = self._credits.open(
             decision_id,

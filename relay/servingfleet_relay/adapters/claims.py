@@ -78,7 +78,6 @@ EXACT, BOUNDED, REFUSED = Grade.EXACT, Grade.BOUNDED, Grade.REFUSED
 
 _WIRE = "tests/unit/relay/test_vllm_wire.py"
 _PAGES = "tests/contract/test_sglang_streams.py"
-_DEFECTS = "tests/contract/test_reported_defects.py"
 
 VLLM: tuple[Claim, ...] = (
     Claim(
