@@ -20,7 +20,7 @@ import kopf
 
 from . import names
 from .answers import checked
-from .errors import Conflict, NotFound, NotLeading, Unreachable
+from .errors import Conflict, NotFound, NotLeading, Refused, Unreachable
 from .kinds import SERVICE_ACCOUNT, Kind, kind_of
 
 APPLY = "application/apply-patch+yaml"
@@ -37,6 +37,9 @@ LOGIN_EVERY_S = 60.0
 
 Observe = Callable[[str, str, int, float], None]
 """Told of every request: verb, plural, HTTP status (0: none), seconds."""
+
+Lacking = Callable[[str, str], None]
+"""Told of every request that was refused for lack of a right: verb, plural."""
 
 
 class Listing(NamedTuple):
@@ -62,11 +65,13 @@ class Cluster:
         *,
         may_write: Callable[[], bool],
         observe: Observe = lambda verb, plural, status, seconds: None,
+        lacking: Lacking = lambda verb, plural: None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._login = login
         self._may_write = may_write
         self._observe = observe
+        self._lacking = lacking
         self._deadline_s = deadline_s
         self._info: kopf.ConnectionInfo | None = None
         self._logged_in_at = 0.0
@@ -287,7 +292,11 @@ class Cluster:
             if status != 401:
                 break
             # The token ended before its file was read again.
-        return status, checked(verb, path, kind, status, headers, answer)
+        try:
+            return status, checked(verb, path, kind, status, headers, answer)
+        except Refused:
+            self._lacking(verb, kind.plural)
+            raise
 
     async def _connected(self, fresh: bool) -> aiohttp.ClientSession:
         now = time.monotonic()

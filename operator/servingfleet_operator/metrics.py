@@ -76,6 +76,13 @@ class Metrics:
             ["verb", "resource", "code"],
             registry=self.registry,
         )
+        self._lacking = Counter(
+            f"{PREFIX}api_rights_lacking",
+            "Requests to the API server refused for lack of a right; not those that came too late to a namespace that is "
+            "being deleted.",
+            ["verb", "resource"],
+            registry=self.registry,
+        )
         self._request_duration = Histogram(
             f"{PREFIX}api_request_duration_seconds",
             "Time of one request to the API server.",
@@ -88,6 +95,10 @@ class Metrics:
         """Counts one request to the API server."""
         self._requests.labels(verb, resource, str(code)).inc()
         self._request_duration.labels(verb).observe(seconds)
+
+    def lacking(self, verb: str, resource: str) -> None:
+        """Counts one request that was refused for lack of a right."""
+        self._lacking.labels(verb, resource).inc()
 
     def watch_request(self, verb: str, resource: Kind, code: int) -> None:
         """Counts one request of a watch."""

@@ -80,7 +80,10 @@ class Process:
         self._metrics = Metrics()
         self._store = Store()
         self._cluster = Cluster(
-            login, may_write=lambda: self._leadership.leads(), observe=self._metrics.request
+            login,
+            may_write=lambda: self._leadership.leads(),
+            observe=self._metrics.request,
+            lacking=self._metrics.lacking,
         )
         identity = f"{socket.gethostname()}_{secrets.token_hex(4)}"
         self._leadership = Leadership(

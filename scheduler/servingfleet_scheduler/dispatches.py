@@ -256,6 +256,23 @@ class Dispatches:
             prefill_ended=stream_pb2.PrefillEnded(decision_id=decision_id, origin=decision.owner),
         )
 
+    def overheard(
+        self, decision_id: str, decision: Decision, now: float, *, began: bool, served: bool
+    ) -> None:
+        """A peer's dispatch waits there no more, says a report that the peer is yet to hear: whoever asks again at once
+        must not find it in the queue. All else waits for the peer's word. `began`: its first token has just come."""
+        replica = self._fleet.get(decision.replica)
+        rank = replica.ranks.get(decision.rank) if replica else None
+        # One without a credit is short, and its end would be the end of nothing known when the peer tells.
+        if replica is None or rank is None or self._credits.get(decision_id) is None:
+            return
+        if began:
+            rank.backlog.started(decision_id, replica.speeds_of(rank), now)
+        elif served:
+            rank.backlog.served(decision_id, replica.speeds_of(rank), now)
+        else:
+            rank.backlog.withdrawn(decision_id, now)
+
     def _tell_peers(self, decision: Decision, **body: Any) -> None:
         session = self._streams.speaking(decision.replica)
         if session is not None and self._settings.credit:

@@ -60,6 +60,14 @@ class Release(Protocol):
     ) -> None: ...
 
 
+class Overheard(Protocol):
+    """A peer's dispatch waits no more."""
+
+    def __call__(
+        self, decision_id: str, decision: Decision, now: float, *, began: bool, served: bool
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """Joins reports. `read_token` gives a decision id's content, `release` ends its credit and its dispatch."""
@@ -71,6 +79,7 @@ class Outcomes:
     read_token: Callable[[str], Decision]
     release: Release
     first_token: Callable[[str, Decision, float], None]
+    overheard: Overheard
     tell: Callable[[tuple[str, int], int, int, Footing, float], None]
     """The target's relay hears of an outcome: tokens predicted and tokens reported, what the prediction rested on, and its
     age in seconds."""
@@ -106,6 +115,15 @@ class Outcomes:
             response.disposition = Response.DISPOSITION_LATE
             return response
         return self._end(report, decision, pending, now)
+
+    def overhear(self, report: Request, decision: Decision, now: float) -> None:
+        """A report on its way to the scheduler whose decision it is: of it only the queue is changed here."""
+        here = ran_target(report, decision) == (decision.replica, decision.rank)
+        began = here and report.stage == Request.STAGE_FIRST_TOKEN
+        if began or report.stage in _ENDS or not here:
+            self.overheard(
+                report.decision_id, decision, now, began=began, served=served(report, decision)
+            )
 
     def _heard(self, report: Request, decision: Decision, now: float) -> None:
         """What it says of the engines that had it, whether it can be joined or not."""

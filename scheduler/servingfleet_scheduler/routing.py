@@ -69,6 +69,8 @@ class RouterServicer(routing_pb2_grpc.RouterServicer):
         )
         if not address:
             return None
+        # At once: the next question of the same client may be right behind it.
+        self._scheduler.overhear(request, self._clock())
         try:
             return await self._peers.report(address, request, context)
         except OwnerSilent as silent:

@@ -147,6 +147,7 @@ class Scheduler:
             read_token=self._read_token,
             release=self._dispatches.release,
             first_token=self._dispatches.first_token,
+            overheard=self._dispatches.overheard,
             tell=self._dispatches.tell,
             learned=self._learned,
             health=Health(self.fleet, settings.breaker, rng),
@@ -226,6 +227,10 @@ class Scheduler:
         if not pending.given:
             stage = routing_pb2.ReportRequest.STAGE_ABORTED
             self.report(routing_pb2.ReportRequest(decision_id=decision_id, stage=stage), now)
+
+    def overhear(self, report: routing_pb2.ReportRequest, now: float) -> None:
+        """A report that goes on to the scheduler whose decision it is. Only the queue here changes at once."""
+        self._outcomes.overhear(report, self._read_token(report.decision_id), now)
 
     def owner_elsewhere(self, decision_id: str) -> str:
         """Address of the other scheduler whose decision this is. Empty: this one's, nobody's, or not to be reached."""

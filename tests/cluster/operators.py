@@ -92,6 +92,15 @@ class Replica:
             for sample in family.samples
         }
 
+    def rights_lacking(self) -> dict[tuple[str, ...], float]:
+        """Requests that the API server refused for lack of a right: resource and verb, or as the watches count them."""
+        return {
+            labels: value
+            for (name, labels), value in self.metrics().items()
+            if name == "api_rights_lacking_total"
+            or (name == "watch_requests_total" and labels[0] == "403")
+        }
+
     def leads(self) -> bool:
         """It is the one that writes."""
         return self.metrics()["leading", ()] == 1

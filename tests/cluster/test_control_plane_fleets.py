@@ -56,15 +56,6 @@ def version(found: Object) -> str:
     return str(found["metadata"]["resourceVersion"])
 
 
-def refused(operator: Replica) -> dict[Any, float]:
-    """Requests that the API server refused for lack of a right."""
-    return {
-        key: value
-        for key, value in operator.metrics().items()
-        if key[0] == "api_requests_total" and key[1][0] in ("401", "403")
-    }
-
-
 def test_a_fleet_gets_what_it_needs_and_nothing_is_refused_to_the_operator(
     cluster: Cluster, namespace: str, operator: Replica, demo: Object
 ) -> None:
@@ -77,7 +68,7 @@ def test_a_fleet_gets_what_it_needs_and_nothing_is_refused_to_the_operator(
         assert child["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "servingfleet"
     [container] = children["deployment", "demo-scheduler"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == SCHEDULER_IMAGE
-    assert refused(operator) == {}
+    assert operator.rights_lacking() == {}
 
 
 def test_the_certificate_is_for_the_service_and_signed_by_the_fleet_s_own_authority(
@@ -323,5 +314,5 @@ def test_many_fleets_are_brought_up_side_by_side(
         return sorted(done) == sorted(names)
 
     until(reconciled, "40 reconciled fleets", 120.0)
-    assert refused(operator) == {}
+    assert operator.rights_lacking() == {}
     assert operator.said("defect in a reconcile") == []

@@ -136,6 +136,19 @@ async def test_a_missing_right_is_told_with_who_can_give_it(
         await cluster.get(CONFIG_MAP, "a", "ns")
 
 
+async def test_only_a_missing_right_counts_as_one(server: Server) -> None:
+    lacking: list[tuple[str, str]] = []
+    async with connected(server, lacking=lambda *request: lacking.append(request)) as cluster:
+        server.says(403, "terminated", details={"causes": [{"reason": "NamespaceTerminating"}]})
+        with pytest.raises(Terminating):
+            await cluster.apply(BODY)
+        assert lacking == []
+        server.says(403, 'configmaps is forbidden: User "x" cannot patch')
+        with pytest.raises(Refused):
+            await cluster.apply(BODY)
+        assert lacking == [("apply", "configmaps")]
+
+
 async def test_a_namespace_that_is_going_is_no_missing_right(
     server: Server, cluster: Cluster
 ) -> None:

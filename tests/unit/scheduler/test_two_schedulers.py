@@ -112,6 +112,39 @@ def test_a_first_token_takes_the_work_away_wherever_it_is_reported(reporter: str
     assert [len(each.credits) for each in fleet.schedulers.values()] == [1, 1]
 
 
+@pytest.mark.parametrize("stage", [each for each in STAGES if each != Stage.STAGE_STARTED])
+@pytest.mark.parametrize("count", [5000, BLOCK - 1])
+def test_whoever_passes_a_report_on_counts_its_prompt_as_waiting_no_more(
+    stage: int, count: int
+) -> None:
+    fleet = Fleet("r1")
+    decision_id = fleet.route("one", count).decision_id
+    fleet.echo()
+    said = finished(decision_id, prompt=count, stage=stage)
+    fleet.schedulers["two"].overhear(said, fleet.now)
+    # One without a block is short enough to wait for its owner's word.
+    assert (fleet.queue_s("two") == 0.0) == (count > BLOCK)
+    assert len(fleet.schedulers["two"].credits) == (count > BLOCK)
+    fleet.report("one", decision_id, stage, prompt=count)
+    fleet.echo()
+    assert fleet.queue_s("two") == 0.0
+    over = stage != Stage.STAGE_FIRST_TOKEN
+    assert len(fleet.schedulers["two"].credits) == (count > BLOCK and not over)
+    assert not any(each.streams.drops for each in fleet.schedulers.values())
+
+
+def test_a_report_that_something_runs_elsewhere_takes_its_work_away_at_once() -> None:
+    fleet = Fleet("r1", "r2")
+    decision = fleet.route("one", 5000)
+    fleet.echo()
+    said = Stage(decision_id=decision.decision_id, stage=Stage.STAGE_STARTED)
+    fleet.schedulers["two"].overhear(said, fleet.now)
+    assert fleet.queue_s("two", decision.target.replica) > 0.0
+    said.ran_on.replica = "r2" if decision.target.replica == "r1" else "r1"
+    fleet.schedulers["two"].overhear(said, fleet.now)
+    assert fleet.queue_s("two", decision.target.replica) == 0.0
+
+
 @pytest.mark.parametrize("stage", [Stage.STAGE_FAILED, Stage.STAGE_ABORTED, Stage.STAGE_FINISHED])
 @pytest.mark.parametrize("reporter", ["one", "two"])
 def test_an_end_takes_work_and_credit_away_wherever_it_is_reported(
@@ -237,6 +270,9 @@ class Death(RuleBasedStateMachine):
         said = Stage(decision_id=decision_id, stage=stage)  # type: ignore[arg-type]
         if elsewhere:
             said.ran_on.replica = "r2"
+        for other in self.fleet.schedulers.values():
+            if other.decisions.get(decision_id) is None:
+                other.overhear(said, self.fleet.now)
         self.fleet.schedulers[scheduler].report(said, self.fleet.now)
 
     @rule()
