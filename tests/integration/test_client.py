@@ -79,6 +79,11 @@ async def figures(
     return seen
 
 
+async def joined(scheduler: Scheduler, pairs: int) -> fleet_pb2.ReuseReport:
+    """The model's figures, when they speak of that many outcomes."""
+    return await figures(scheduler, lambda seen: seen.sums.pairs == pairs)
+
+
 async def sent(routed: client.Routed) -> dict[str, Any]:
     """The engine's answer to the prompt."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
@@ -113,8 +118,9 @@ async def test_what_a_client_reports_is_joined_with_what_it_was_told(fleet: Flee
                 ),
                 "the prompt's blocks",
             )
+            # Before the report is there, it still counts as waiting: so short a prompt would not queue behind itself.
+            seen = await joined(scheduler, round_ + 1)
     assert not asking.lost_reports
-    seen = await figures(scheduler, lambda seen: seen.sums.pairs == 3)
     assert seen.sums.actual == seen.sums.predicted == reported == 384
 
 
