@@ -176,8 +176,8 @@ class Dispatches:
     ) -> None:
         """The request no longer runs there: nothing waits for it, and its credit ends. `served`: it ran there to its end,
         and what it left is there before the engine's events tell."""
-        replica = self._fleet.get(decision.replica)
-        rank = replica.ranks.get(decision.rank) if replica else None
+        target = self._fleet.rank(decision.replica, decision.rank)
+        rank = target[1] if target is not None else None
         # Before: peers were told of no first token.
         waited = rank is not None and decision_id in rank.backlog
         if served:
@@ -237,10 +237,10 @@ class Dispatches:
         self, decision_id: str, decision: Decision, now: float, *, just_now: bool = True
     ) -> None:
         """Its prefill is over: it no longer stands before others. `just_now`: not only told now."""
-        replica = self._fleet.get(decision.replica)
-        rank = replica.ranks.get(decision.rank) if replica else None
-        if replica is None or rank is None:
+        target = self._fleet.rank(decision.replica, decision.rank)
+        if target is None:
             return
+        replica, rank = target
         before = rank.dispatches.get(decision_id)
         if before.first_token if before is not None else decision_id not in rank.backlog:
             return
@@ -261,11 +261,11 @@ class Dispatches:
     ) -> None:
         """A peer's dispatch waits there no more, says a report that the peer is yet to hear: whoever asks again at once
         must not find it in the queue. All else waits for the peer's word. `began`: its first token has just come."""
-        replica = self._fleet.get(decision.replica)
-        rank = replica.ranks.get(decision.rank) if replica else None
+        target = self._fleet.rank(decision.replica, decision.rank)
         # One without a credit is short, and its end would be the end of nothing known when the peer tells.
-        if replica is None or rank is None or self._credits.get(decision_id) is None:
+        if target is None or self._credits.get(decision_id) is None:
             return
+        replica, rank = target
         if began:
             rank.backlog.started(decision_id, replica.speeds_of(rank), now)
         elif served:

@@ -53,6 +53,12 @@ class Fleet:
     def get(self, name: str) -> Replica | None:
         return self._replicas.get(name)
 
+    def rank(self, name: str, number: int) -> tuple[Replica, Rank] | None:
+        """One rank, with its replica."""
+        replica = self._replicas.get(name)
+        rank = replica.ranks.get(number) if replica is not None else None
+        return None if replica is None or rank is None else (replica, rank)
+
     def of_model(self, model: str) -> list[Replica]:
         """Its replicas, by name."""
         numbers = self._numbers.get(model, {})

@@ -51,5 +51,5 @@ class Health:
         return rank.breaker if rank is not None else None
 
     def _rank(self, target: Target) -> Rank | None:
-        replica = self._fleet.get(target[0])
-        return replica.ranks.get(target[1]) if replica is not None else None
+        found = self._fleet.rank(*target)
+        return found[1] if found is not None else None

@@ -89,9 +89,9 @@ class Learner:
 
     def heard(self, report: _Request, decision: Decision, ran: tuple[str, int], now: float) -> None:
         """A report of a decision that had no outcome before. `ran`: (replica, rank) where it really ran."""
-        own = self._rank(decision.replica, decision.rank)
+        own = self._fleet.rank(decision.replica, decision.rank)
         if ran != (decision.replica, decision.rank):
-            elsewhere = self._rank(*ran)
+            elsewhere = self._fleet.rank(*ran)
             if elsewhere is not None and elsewhere[1].pace is not None:
                 elsewhere[1].pace.labels.unclear(decision.at, now)
             self.lost(report.decision_id, decision, now)
@@ -117,7 +117,7 @@ class Learner:
 
     def lost(self, decision_id: str, decision: Decision, now: float) -> None:
         """It no longer runs where it was sent, and nobody tells how it went there. One that has ended stays as it is."""
-        own = self._rank(decision.replica, decision.rank)
+        own = self._fleet.rank(decision.replica, decision.rank)
         if own is not None and own[1].pace is not None:
             own[1].pace.labels.lost(decision_id, now)
 
@@ -134,11 +134,6 @@ class Learner:
         else:
             self._pools.move_to_end(key)
         return pool
-
-    def _rank(self, name: str, number: int) -> tuple[Replica, Rank] | None:
-        replica = self._fleet.get(name)
-        rank = replica.ranks.get(number) if replica is not None else None
-        return None if replica is None or rank is None else (replica, rank)
 
 
 def _told(report: _Request, decision: Decision, now: float) -> float | None:

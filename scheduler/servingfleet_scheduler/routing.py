@@ -64,14 +64,12 @@ class RouterServicer(routing_pb2_grpc.RouterServicer):
         """None: the decision is this scheduler's to join, or its owner is gone."""
         if self._peers is None or passed_on(context):
             return None
-        address = await answer(
-            context, lambda: self._scheduler.owner_elsewhere(request.decision_id)
-        )
-        if not address:
+        decision = await answer(context, lambda: self._scheduler.of_peer(request.decision_id))
+        if decision is None:
             return None
         # At once: the next question of the same client may be right behind it.
-        self._scheduler.overhear(request, self._clock())
+        self._scheduler.overhear(request, decision, self._clock())
         try:
-            return await self._peers.report(address, request, context)
+            return await self._peers.report(decision.owner_address, request, context)
         except OwnerSilent as silent:
             await abort(context, silent)

@@ -228,21 +228,21 @@ class Scheduler:
             stage = routing_pb2.ReportRequest.STAGE_ABORTED
             self.report(routing_pb2.ReportRequest(decision_id=decision_id, stage=stage), now)
 
-    def overhear(self, report: routing_pb2.ReportRequest, now: float) -> None:
+    def overhear(self, report: routing_pb2.ReportRequest, decision: Decision, now: float) -> None:
         """A report that goes on to the scheduler whose decision it is. Only the queue here changes at once."""
-        self._outcomes.overhear(report, self._read_token(report.decision_id), now)
+        self._outcomes.overhear(report, decision, now)
 
-    def owner_elsewhere(self, decision_id: str) -> str:
-        """Address of the other scheduler whose decision this is. Empty: this one's, nobody's, or not to be reached."""
+    def of_peer(self, decision_id: str) -> Decision | None:
+        """A decision of another scheduler, with the address of that. None: this one's, nobody's, or not to be reached."""
         if self.decisions.get(decision_id) is not None:
-            return ""
+            return None
         try:
             decision = self._read_token(decision_id)
         except (BadToken, ForeignToken):
-            return ""
+            return None
         # The owner was at this very address, and is gone: this process took its place.
         here = decision.owner == self.instance_id or decision.owner_address == self.address
-        return "" if here else decision.owner_address
+        return None if here or not decision.owner_address else decision
 
     @property
     def disagreement(self) -> Disagreement:

@@ -136,7 +136,7 @@ async def test_what_ran_on_a_fallback_is_joined_there(fleet: Fleet) -> None:
         assert routed.fall_back()
         assert routed.headers == {"X-data-parallel-rank": str(1 - first)}
         routed.finished((await sent(routed))["usage"])
-    seen = await figures(scheduler, lambda seen: seen.sums.pairs == 1)
+    seen = await joined(scheduler, 1)
     assert dict(seen.set_aside) == {"ran_elsewhere": 1}
 
 
@@ -278,11 +278,11 @@ async def test_the_gateway_streams_what_the_engine_says_and_reports_it(fleet: Fl
                 choice["delta"]["content"] for part in parts for choice in part["choices"]
             )
             assert said == whole["choices"][0]["message"]["content"]
-        before = await figures(scheduler, lambda seen: seen.sums.pairs == 3)
+        before = await joined(scheduler, 3)
         for more in ({"model": "tuned"}, {"cache_salt": "s"}):  # what each holds is its own
             async with http.post("/v1/chat/completions", json=CHAT | more) as response:
                 assert response.status == 200
-    seen = await figures(scheduler, lambda seen: seen.sums.pairs == 5)
+    seen = await joined(scheduler, 5)
     assert seen.sums.actual == seen.sums.predicted == before.sums.actual > 0
     assert not seen.set_aside  # so that its tokens are the engine's, to the last
 
@@ -298,7 +298,7 @@ async def test_the_gateway_tries_another_engine_and_tells_of_the_first(fleet: Fl
         for _ in range(2):  # in turns: at least one goes to the other first
             async with http.post("/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
-    seen = await figures(scheduler, lambda seen: seen.sums.pairs == 2)
+    seen = await joined(scheduler, 2)
     assert set(seen.set_aside) == {"ran_elsewhere"}
 
 
@@ -318,10 +318,10 @@ async def test_an_engine_that_is_gone_is_soon_left_alone(fleet: Fleet) -> None:
         for _ in range(10):  # in turns: five of them fail there first
             await ask(http)
         await scheduler.until(lambda seen: seen["gone"].ranks[0].broken_s > 0, "its breaker")
-        before = await figures(scheduler, lambda seen: seen.sums.pairs == 10)
+        before = await joined(scheduler, 10)
         for _ in range(4):
             await ask(http)
-    after = await figures(scheduler, lambda seen: seen.sums.pairs == 14)
+    after = await joined(scheduler, 14)
     assert after.set_aside == before.set_aside
 
 

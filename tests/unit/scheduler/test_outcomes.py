@@ -135,10 +135,12 @@ def test_a_decision_names_where_its_owner_is_reached() -> None:
     owner = warm_scheduler(instance_id="owner", address="10.0.0.1:7070")
     peer = warm_scheduler(instance_id="peer", address="10.0.0.2:7070")
     decision = decide(owner)
-    assert peer.owner_elsewhere(decision) == "10.0.0.1:7070"
-    assert owner.owner_elsewhere(decision) == ""
+    found = peer.of_peer(decision)
+    assert found is not None
+    assert found.owner_address == "10.0.0.1:7070"
+    assert owner.of_peer(decision) is None
     report(owner, decision)
-    assert owner.owner_elsewhere(decision) == ""
+    assert owner.of_peer(decision) is None
 
 
 @pytest.mark.parametrize(
@@ -151,8 +153,8 @@ def test_a_decision_names_where_its_owner_is_reached() -> None:
 )
 def test_a_decision_whose_owner_can_not_be_reached_is_nobody_elses(decided: dict[str, Any]) -> None:
     peer = warm_scheduler(instance_id="peer", address="10.0.0.2:7070")
-    assert peer.owner_elsewhere(decide(warm_scheduler(instance_id="owner", **decided))) == ""
-    assert peer.owner_elsewhere("not an id") == ""
+    assert peer.of_peer(decide(warm_scheduler(instance_id="owner", **decided))) is None
+    assert peer.of_peer("not an id") is None
 
 
 def test_a_report_holds_all_that_its_figures_are_made_of() -> None:

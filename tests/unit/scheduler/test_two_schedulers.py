@@ -38,6 +38,7 @@ class Fleet:
         self.lives += 1
         scheduler = make_scheduler(
             instance_id=f"{name}, life {self.lives}",
+            address=f"{name}:7070",
             now=self.now,
             **self.fields,  # type: ignore[arg-type]
         )
@@ -67,6 +68,13 @@ class Fleet:
     def report(self, scheduler: str, decision_id: str, stage: int, prompt: int = 65) -> None:
         said = finished(decision_id, prompt=prompt, stage=stage)
         self.schedulers[scheduler].report(said, self.now)
+
+    def overhear(self, scheduler: str, said: routing_pb2.ReportRequest) -> None:
+        """A report of a peer's decision passes that scheduler; of its own, nothing passes."""
+        here = self.schedulers[scheduler]
+        decision = here.of_peer(said.decision_id)
+        if decision is not None:
+            here.overhear(said, decision, self.now)
 
     def queue_s(self, scheduler: str, replica: str = "r1") -> float:
         known = self.schedulers[scheduler].fleet.get(replica)
@@ -121,7 +129,7 @@ def test_whoever_passes_a_report_on_counts_its_prompt_as_waiting_no_more(
     decision_id = fleet.route("one", count).decision_id
     fleet.echo()
     said = finished(decision_id, prompt=count, stage=stage)
-    fleet.schedulers["two"].overhear(said, fleet.now)
+    fleet.overhear("two", said)
     # One without a block is short enough to wait for its owner's word.
     assert (fleet.queue_s("two") == 0.0) == (count > BLOCK)
     assert len(fleet.schedulers["two"].credits) == (count > BLOCK)
@@ -138,10 +146,10 @@ def test_a_report_that_something_runs_elsewhere_takes_its_work_away_at_once() ->
     decision = fleet.route("one", 5000)
     fleet.echo()
     said = Stage(decision_id=decision.decision_id, stage=Stage.STAGE_STARTED)
-    fleet.schedulers["two"].overhear(said, fleet.now)
+    fleet.overhear("two", said)
     assert fleet.queue_s("two", decision.target.replica) > 0.0
     said.ran_on.replica = "r2" if decision.target.replica == "r1" else "r1"
-    fleet.schedulers["two"].overhear(said, fleet.now)
+    fleet.overhear("two", said)
     assert fleet.queue_s("two", decision.target.replica) == 0.0
 
 
@@ -270,9 +278,8 @@ class Death(RuleBasedStateMachine):
         said = Stage(decision_id=decision_id, stage=stage)  # type: ignore[arg-type]
         if elsewhere:
             said.ran_on.replica = "r2"
-        for other in self.fleet.schedulers.values():
-            if other.decisions.get(decision_id) is None:
-                other.overhear(said, self.fleet.now)
+        for name in self.fleet.schedulers:
+            self.fleet.overhear(name, said)
         self.fleet.schedulers[scheduler].report(said, self.fleet.now)
 
     @rule()
